@@ -1,0 +1,77 @@
+"""What autograd is doing at this moment: the few questions that only its engine can answer.
+
+PyTorch asks itself these questions through private names (``torch.utils.checkpoint``, ``torch.autograd.graph`` and FSDP
+use the same ones). They are gathered here so that a new torch release needs one file checked.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+
+def backward_pass_id() -> int:
+    """A number for the running backward pass; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def graph_is_retained() -> bool:
+    """Whether the running backward pass keeps its graph for another one (``retain_graph=True``)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def gradient_accumulator(leaf: Tensor) -> Node:
+    """The node that adds to ``leaf.grad``; it lives only as long as it is held."""
+    return get_gradient_edge(leaf).node
+
+
+def will_accumulate(accumulator: Node) -> bool:
+    """Whether the running backward pass is going to add to ``.grad`` of the accumulator's leaf.
+
+    False in ``torch.autograd.grad``, which may run through a layer and leave its ``.grad`` alone.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(accumulator))
+    except RuntimeError:  # torch.autograd.grad asks for this very leaf: it is returned, not accumulated
+        return False
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call back when the running backward pass has written all its gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def transforms_are_active() -> bool:
+    """Whether ``torch.func`` (vmap, grad, …) is rewriting the operations now."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, token):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(tensor)
+        return token.detach()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return None, None
+
+
+class Kept:
+    """A tensor put by for the backward pass, as autograd puts its own by.
+
+    A plain reference would hold the tensor in spite of activation checkpointing or ``save_on_cpu``. Saved through
+    autograd, it is recomputed or brought back like every other activation, and it is an error, not a wrong number, if
+    it was overwritten in between.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        token = torch.zeros((), device=tensor.device, requires_grad=True)
+        self._node = _Keep.apply(tensor.detach(), token).grad_fn  # type: ignore[no-untyped-call]
+
+    def get(self) -> Tensor:
+        """The tensor; once per backward pass."""
+        (tensor,) = self._node.saved_tensors
+        assert isinstance(tensor, Tensor)
+        return tensor

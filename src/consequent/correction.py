@@ -1,0 +1,437 @@
+"""Consequentialism: the object that is attached to an optimiser and rewrites the gradients before each step."""
+
+import math
+import warnings
+import weakref
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from consequent.capture import Capture
+from consequent.counters import Counters, Tally
+from consequent.describe import describe
+from consequent.errors import ConsequentWarning, LinAlgError, NonFiniteError
+from consequent.foresight import Foresight, Watch
+from consequent.guards import refuse_corrected_before, refuse_uncaptured, uncaptured_layers
+from consequent.layers import Layer
+from consequent.record import Record
+from consequent.selection import Patterns, select_layers
+from consequent.settings import Damping, LossReduction, Options, check_loss_reduction, loss_divisor
+from consequent.update import Update, consequentialist_update
+
+__all__ = ["Consequentialism", "attach"]
+
+# All that exist, so that no gradient is corrected by two of them.
+_LIVE: "weakref.WeakSet[Consequentialism]" = weakref.WeakSet()
+
+
+def attach(
+    optimizer: Optimizer,
+    model: nn.Module,
+    damping: float = 0.01,  # λ in the paper
+    **options: Unpack[Options],
+) -> "Consequentialism":
+    """Turn an optimiser into its consequentialist version: SGD into C-SGD, Adam into C-Adam.
+
+    From now on ``optimizer.step()`` first replaces the gradient ``ΔZ Xᵀ`` of every Linear and convolutional layer by
+    ``ΔZ (XᵀX + λI)⁻¹ Xᵀ``. The arguments are those of :class:`Consequentialism`.
+
+    Example:
+        >>> import torch, consequent
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> correction = consequent.attach(optimizer, model, damping=1e-6)
+        >>> X, T = torch.eye(2, 3) + 0.5, torch.tensor([[1.0], [2.0]])
+        >>> (0.5 * (model(X) - T) ** 2).mean().backward()
+        >>> optimizer.step()
+        >>> bool((model(X) - T).abs().max() < 1e-3)  # one step with lr=1 lands on the targets
+        True
+        >>> correction.detach()  # and it is plain SGD again
+    """
+    correction = Consequentialism(model, damping, **options)
+    try:
+        correction.attach(optimizer)
+    except BaseException:
+        correction.detach()
+        raise
+    return correction
+
+
+class Consequentialism:
+    """Watches a model's layers and rewrites their gradients before each step of an optimiser.
+
+    Args:
+        model: the model, before or after it is wrapped or compiled (but before a compiled model's first call).
+        damping: λ, added to the diagonal of the un-normalised Gram matrix, as in the paper. 0 is the pseudo-inverse.
+            A parameter group of the optimiser may carry its own ``"damping"``.
+        relative_damping: instead of ``damping``: λ as a fraction of the inputs' mean squared norm.
+        loss_reduction: how the loss sums up over samples, so that the learning rate keeps the paper's meaning:
+            ``"mean"`` (over the samples that enter the model), ``"sum"``, or the loss's own divisor: a number, or a
+            function of the number of samples (``lambda samples: samples * outputs`` for the default ``F.mse_loss``).
+        include: which layers to correct: module types, names or compiled regular expressions. None: all that can be.
+        exclude: which to leave out, likewise.
+        check: raise on NaN, inf or a failed factorisation instead of counting it. On a GPU this waits for the device.
+        foresight: keep what :meth:`foresight` needs. Costs memory and time.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        damping: float = 0.01,  # λ in the paper
+        *,
+        relative_damping: float | None = None,
+        loss_reduction: LossReduction = "mean",
+        include: Patterns | None = None,
+        exclude: Patterns = (),
+        check: bool = False,
+        foresight: bool = False,
+    ) -> None:
+        Damping.chosen(damping, relative_damping)  # raises if they make no sense
+        check_loss_reduction(loss_reduction)
+        self.model = model
+        self.damping = damping
+        self.relative_damping = relative_damping
+        self.loss_reduction = loss_reduction
+        self.include = include
+        self.exclude = exclude
+        self.check = check
+        self.keeps_foresight = foresight
+        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._groups: dict[Tensor, dict[str, Any]] = {}
+        self._groups_seen: tuple[int, ...] = ()
+        self._hooks: list[RemovableHandle] = []
+        self._tally = Tally()
+        self._warned: set[str] = set()
+        self._sides: dict[Tensor, str] = {}
+        self._withheld: list[tuple[Tensor, Tensor]] = []  # gradients kept from the optimiser while it steps
+        self._skip_next = False  # step() by hand met NaN or inf
+        self._watch: Watch | None = None
+        self._foresight: Foresight | None = None
+        selection = select_layers(model, include, exclude)
+        self._plain = selection.plain
+        self._capture = Capture(
+            model,
+            selection.corrected,
+            wants=self._owns,
+            reducible=lambda parameter: self._damping_of(parameter).value > 0,
+            keep_rows=foresight,
+            before_entry=self._notice_new_parameters,
+        )
+
+        _LIVE.add(self)
+
+    # ---- attaching ----------------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimiser this is attached to."""
+        return None if self._optimizer is None else self._optimizer()
+
+    def attach(self, optimizer: Optimizer) -> "Consequentialism":
+        """Correct the gradients at every ``optimizer.step()`` from now on."""
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if isinstance(optimizer, LBFGS):
+            raise TypeError(
+                "LBFGS cannot be made consequentialist: its line search and its curvature estimate need the gradient "
+                "of the loss, and a corrected gradient is not one. Use SGD, Adam or another first-order optimiser."
+            )
+        if not self._capture.is_installed:
+            raise RuntimeError("this Consequentialism was detached for good; make a new one with consequent.attach()")
+        if self.optimizer is not None:
+            raise RuntimeError(f"already attached to {type(self.optimizer).__name__}; detach() first")
+        held = {p for group in optimizer.param_groups for p in group["params"]}
+        mine = self._layer_parameters() & held
+        if not mine:
+            raise ValueError(
+                f"{type(optimizer).__name__} holds no parameter of the {len(self._capture.layers)} layers to correct; "
+                "was the optimiser made for another model, or before the model's parameters were replaced?"
+            )
+        if any(other.optimizer is optimizer and mine & other._layer_parameters() for other in _LIVE):
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} is attached to these layers already: they would be corrected twice. "
+                "Keep the first correction, or detach() it."
+            )
+        # Weakly: an optimiser that is thrown away takes its hooks on the model with it.
+        self._optimizer = weakref.ref(optimizer, lambda _: self._capture.remove())
+        self._read_groups()
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        return self
+
+    def detach(self) -> None:
+        """Take all hooks off the model and the optimiser, which is plain again."""
+        if not self._capture.is_installed:
+            raise RuntimeError("this Consequentialism is detached already")
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._optimizer = None
+        self._capture.remove()
+
+    # ---- stepping -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Correct the gradients now, by hand; the next ``optimizer.step()`` will not do so again.
+
+        For those who want to see or clip the corrected gradients. If NaN or inf is met, all gradients become zero
+        and an attached optimiser's next step is skipped.
+        """
+        if not self._capture.filled_records():
+            raise RuntimeError(
+                "there is nothing to correct: no backward pass went through the model since the last step or "
+                "zero_grad(). Call loss.backward() first."
+            )
+        if not self._correct():
+            self._skip_next = True
+            for parameter in self._parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimiser
+        if closure is None:
+            self._correct_or_withhold()
+            return None
+
+        def corrected_closure() -> Any:
+            loss = closure()
+            with torch.no_grad():
+                self._correct_or_withhold()
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": corrected_closure}
+        return (args[0], corrected_closure, *args[2:]), kwargs
+
+    @torch.no_grad()
+    def _after_step(self, *_: Any) -> None:
+        for parameter, grad in self._withheld:
+            parameter.grad = grad
+        self._withheld = []
+        for record in self._capture.records.values():
+            record.mark_corrected()  # some optimisers write to .grad
+        if self._watch is not None:
+            self._foresight, self._watch = self._watch.compare(), None
+
+    def _correct_or_withhold(self) -> None:
+        if self._capture.filled_records():
+            must_skip = not self._correct()
+        else:
+            must_skip, self._skip_next = self._skip_next, False
+            if not must_skip:
+                refuse_uncaptured(self._capture, self._owns)
+        if must_skip:
+            # An optimiser leaves parameters without a gradient alone: no step, no decay, no momentum.
+            self._withheld = [(p, p.grad) for p in self._parameters() if p.grad is not None]
+            for parameter, _ in self._withheld:
+                parameter.grad = None
+
+    def _correct(self) -> bool:
+        """Rewrite the gradients. False if the step must not be taken; then nothing was rewritten."""
+        self._skip_next = False
+        records = self._capture.filled_records()
+        try:
+            refuse_corrected_before(records, self._capture, (c._capture for c in _LIVE if c is not self))
+            self._list_uncaptured(records)
+            divisor = loss_divisor(self.loss_reduction, self._capture.samples())
+            updates = [self._update_of(record) for record in records]
+            finite = self._all_finite(records, updates)
+            self._tally.add("steps")
+            if finite is False:
+                return False
+            for record, update in zip(records, updates, strict=True):
+                self._note(record, update)
+            if self.keeps_foresight:
+                self._watch = Watch(records, self._capture.names, lambda r: divisor * self._learning_rate(r))
+            for update in updates:
+                for parameter, gradient in update.gradients:
+                    assert parameter.grad is not None
+                    scaled = gradient * divisor
+                    parameter.grad.copy_(scaled if finite is True else torch.where(finite, scaled, 0))
+            for record in records:
+                record.mark_corrected()
+            return True
+        finally:
+            self._capture.clear()
+
+    def _update_of(self, record: Record) -> Update:
+        damping = self._damping_of(record.first_use.key)
+        return consequentialist_update(record, damping, may_wait=self._may_wait(record.weight))
+
+    def _all_finite(self, records: list[Record], updates: list[Update]) -> bool | Tensor:
+        """Whether the step may be taken; on a GPU that is not waited for, a tensor (and plain gradients are zeroed)."""
+        corrected = {p for update in updates for p, _ in update.gradients}
+        plain = [(p, p.grad) for p in self._parameters() if p.grad is not None and p not in corrected]
+        flags = [(repr(self._capture.names[r.layer]), u.finite) for r, u in zip(records, updates, strict=True)]
+        flags += [("a layer that is not corrected", _is_finite(grad)) for _, grad in plain]
+        found_inf = getattr(self.optimizer, "found_inf", None)  # a GradScaler's, with a fused optimiser
+        bad = [name for name, flag in flags if self._may_wait(flag) and not flag]
+        if bad:
+            if found_inf is None or not bool(found_inf):  # otherwise the scaler knows, and skips the step itself
+                self._report_non_finite(list(dict.fromkeys(bad)))
+            return False
+        waiting = [flag for _, flag in flags if not self._may_wait(flag)]
+        if not waiting:
+            return True
+        finite = torch.stack([flag.to(waiting[0].device) for flag in waiting]).all()
+        for _, grad in plain:
+            if not grad.is_sparse:
+                grad.masked_fill_(~finite, 0)
+        if found_inf is None:
+            self._tally.add("skipped", (~finite).long())
+        return finite
+
+    # ---- reporting ----------------------------------------------------------------------------------------------
+
+    def _report_non_finite(self, names: list[str]) -> None:
+        where = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+        message = f"NaN or inf in the inputs or gradients of layer {where}"
+        if self.check:
+            raise NonFiniteError(message + ". No weight was changed. Look at this batch and at the loss.")
+        self._tally.add("skipped")
+        self._warn_once("skipped", message + ". The step was skipped, with all weights left as they were.")
+
+    def _note(self, record: Record, update: Update) -> None:
+        """Count and report what was not ordinary about an update."""
+        name = self._capture.names[record.layer]
+        self._sides[record.weight] = update.side
+        self._tally.add("rescued", update.rescued)
+        if not isinstance(update.fallen_back, Tensor) and update.fallen_back:
+            message = (
+                f"layer {name!r}: the Gram matrix plus damping could not be factorised, not even in float64; "
+                "raise the damping"
+            )
+            if self.check:
+                raise LinAlgError(message + ". No weight was changed.")
+            self._warn_once(f"fallen back {name}", message + ". It got a shortened plain gradient instead.")
+        self._tally.add("fallen_back", update.fallen_back)
+        if update.edited:
+            self._tally.add("edited")
+            self._warn_once(
+                f"edited {name}",
+                f"layer {name!r}: its gradient is not the one its inputs explain (clipped by value, a penalty on the "
+                "weights, a second use of the weight outside of the layer?). It is corrected as it is, in float64; "
+                "the part that no input explains is divided by the damping, which makes it large. Use weight_decay "
+                "instead of a penalty, clip_grad_norm_ instead of clip_grad_value_, or exclude the layer.",
+            )
+
+    def _list_uncaptured(self, records: list[Record]) -> None:
+        for name in uncaptured_layers(records, self._capture, self._owns):
+            self._capture.misbehaving[name] = "its weight got a gradient without the layer being called"
+        for name, reason in self._capture.misbehaving.items():
+            self._warn_once(f"misbehaving {name}", f"layer {name!r} keeps its plain gradient: {reason}")
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(message, ConsequentWarning, stacklevel=2)
+
+    # ---- settings -----------------------------------------------------------------------------------------------
+
+    def _damping_of(self, parameter: Tensor) -> Damping:
+        group = self._groups.get(parameter, {})
+        own = Damping.chosen(group.get("damping"), group.get("relative_damping"), " (in a parameter group)")
+        default = Damping.chosen(self.damping, self.relative_damping)
+        assert default is not None
+        return own or default
+
+    def _learning_rate(self, record: Record) -> float:
+        rate = float(self._groups.get(record.first_use.key, {}).get("lr", math.nan))
+        grad_scale = getattr(self.optimizer, "grad_scale", None)  # a fused optimiser with a GradScaler
+        return rate if grad_scale is None else rate / float(grad_scale)
+
+    def _may_wait(self, tensor: Tensor) -> bool:
+        return self.check or tensor.device.type == "cpu"
+
+    def _owns(self, parameter: Tensor) -> bool:
+        return self._optimizer is None or parameter in self._groups
+
+    def _layer_parameters(self) -> set[Tensor]:
+        return {p for layer in self._capture.layers.values() for p in layer.parameters(recurse=False)}
+
+    def _parameters(self) -> Iterable[Tensor]:
+        if self.optimizer is None:
+            return self.model.parameters()
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _read_groups(self) -> None:
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        self._groups_seen = tuple(len(group["params"]) for group in groups)
+        self._groups = {p: group for group in groups for p in group["params"]}
+
+    def _notice_new_parameters(self) -> None:
+        """Before samples enter the model: a parameter group, perhaps a new layer, was added, or a state dict loaded."""
+        if self.optimizer is None:
+            return
+        groups = self.optimizer.param_groups
+        known = self._groups.get(groups[0]["params"][0]) if groups and groups[0]["params"] else None
+        if tuple(len(group["params"]) for group in groups) != self._groups_seen or (known is not groups[0]):
+            self._read_groups()
+            selection = select_layers(self.model, self.include, self.exclude)
+            self._plain = selection.plain
+            self._capture.extend(selection.corrected)
+
+    # ---- looking ------------------------------------------------------------------------------------------------
+
+    def foresight(self) -> Foresight:
+        """What the last step did to each layer's outputs on its own mini-batch; needs ``foresight=True``."""
+        if not self.keeps_foresight:
+            raise RuntimeError("foresight is off: attach with foresight=True (it costs memory and time)")
+        if self._foresight is None:
+            raise RuntimeError("there is no step to look at yet: foresight() looks at the last optimizer.step()")
+        return self._foresight
+
+    @property
+    def counters(self) -> Counters:
+        """What happened so far. On a GPU, reading it waits for the device."""
+        return self._tally.read()
+
+    @property
+    def corrected(self) -> dict[str, Layer]:
+        """The layers that are corrected, by name."""
+        return {name: layer for name, layer in self._capture.layers.items() if name not in self.plain}
+
+    @property
+    def plain(self) -> dict[str, str]:
+        """The modules that keep their plain gradient, by name, and why."""
+        return {**self._plain, **self._capture.misbehaving}
+
+    def __repr__(self) -> str:
+        return describe(self, self._sides)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Settings and counters; the optimiser's own state, group dampings included, is in its own state dict."""
+        reduction = None if callable(self.loss_reduction) else self.loss_reduction
+        return {
+            "damping": self.damping,
+            "relative_damping": self.relative_damping,
+            "loss_reduction": reduction,
+            "counters": asdict(self.counters),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over settings and counters. A ``loss_reduction`` that is a function is not saved and stays as it is."""
+        missing = {"damping", "relative_damping", "loss_reduction", "counters"} - set(state)
+        if missing:
+            raise ValueError(f"not a state dict of Consequentialism: {sorted(missing)} missing")
+        Damping.chosen(state["damping"], state["relative_damping"])  # raises before anything is changed
+        counters = Counters(**state["counters"])
+        if state["loss_reduction"] is not None:
+            check_loss_reduction(state["loss_reduction"])
+            self.loss_reduction = state["loss_reduction"]
+        self.damping, self.relative_damping = state["damping"], state["relative_damping"]
+        self._tally.restore(counters)
+
+
+def _is_finite(grad: Tensor) -> Tensor:
+    return (grad.coalesce().values() if grad.is_sparse else grad).sum().isfinite()

@@ -1,0 +1,13 @@
+"""The library's own warning and error types."""
+
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+
+__all__ = ["ConsequentWarning", "LinAlgError", "NonFiniteError"]
+
+
+class ConsequentWarning(UserWarning):
+    """Something was done differently from what was asked, and counted; the message says what and what to do."""
+
+
+class NonFiniteError(FloatingPointError):
+    """NaN or inf in a layer's inputs or output gradients, raised only with ``check=True``. No weight was changed."""

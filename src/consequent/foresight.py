@@ -1,0 +1,149 @@
+"""The paper's picture of a step: the output changes that were wanted, and those that the step really makes."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from consequent import layers
+from consequent.record import Record, Use
+
+
+@dataclass(frozen=True)
+class LayerForesight:
+    """What one step did to one layer's outputs on the mini-batch it was computed from.
+
+    Attributes:
+        wanted: ``−μ ΔZ``, shaped like the layer's outputs, a tensor for each call of the layer.
+        produced: ``ΔW X``, the change that the new weights make on the same inputs (its own layer's part: what the
+            layers before it changed as well is not in it).
+        ratio: ``‖produced‖ / ‖wanted‖``; 1 is ideal.
+        cosine: between produced and wanted; 1 is straight toward the (virtual) targets.
+        backprop_cosine: the cosine that the plain gradient would have had.
+        interference: ``XᵀX``, an entry per pair of samples, a matrix for each call of the layer: how much a change made
+            for one sample spills over into another. Convolutions and sequences: summed over positions.
+    """
+
+    wanted: tuple[Tensor, ...]
+    produced: tuple[Tensor, ...]
+    ratio: float
+    cosine: float
+    backprop_cosine: float
+    interference: tuple[Tensor, ...]
+
+
+class Foresight(dict[str, LayerForesight]):
+    """The layers of the last step, by name. Printing it shows a table."""
+
+    def __str__(self) -> str:
+        width = max((len(name) for name in self), default=5)
+        lines = [f"{'layer':{width}}  produced/wanted  cosine  cosine of backpropagation"]
+        for name, layer in self.items():
+            lines.append(f"{name:{width}}  {layer.ratio:15.4f}  {layer.cosine:6.3f}  {layer.backprop_cosine:25.3f}")
+        return "\n".join(lines)
+
+
+@dataclass
+class _Watched:
+    use: Use
+    name: str
+    inputs: Tensor | None
+    wanted: Tensor
+    backprop: Tensor
+
+
+class Watch:
+    """Takes notes before a step and compares after it."""
+
+    def __init__(
+        self,
+        records: list[Record],
+        names: Mapping[nn.Module, str],
+        step_sizes: Callable[[Record], float],  # μ times the loss's divisor, for each record
+    ) -> None:
+        self.before: dict[Tensor, Tensor] = {}
+        self.watched: list[_Watched] = []
+        for record in records:
+            for parameter in (record.weight, *record.biases):
+                self.before[parameter] = parameter.detach().clone()
+            uses = [*record.reduced, *record.uses]
+            scale = step_sizes(record) * _scale_of_grad(record, uses)
+            for use in uses:
+                assert use.output_grad is not None
+                plain = _output_change(use, use.inputs, lambda parameter: parameter.grad)
+                self.watched.append(
+                    _Watched(use, names[use.layer], use.inputs, -scale * use.output_grad.float(), -plain)
+                )
+
+    def compare(self) -> Foresight:
+        """After the step: what its weight change does to the outputs."""
+        by_name: dict[str, list[_Watched]] = {}
+        for watched in self.watched:
+            by_name.setdefault(watched.name, []).append(watched)
+        return Foresight({name: self._compare_layer(calls) for name, calls in by_name.items()})
+
+    def _compare_layer(self, calls: list[_Watched]) -> LayerForesight:
+        def change(parameter: Tensor) -> Tensor:
+            return parameter.detach() - self.before[parameter]
+
+        produced = tuple(_output_change(call.use, call.inputs, change) for call in calls)
+        wanted = tuple(call.wanted for call in calls)
+        backprop = tuple(call.backprop for call in calls)
+        wanted_norm, produced_norm = _norm(wanted), _norm(produced)
+        return LayerForesight(
+            wanted=wanted,
+            produced=produced,
+            ratio=produced_norm / wanted_norm if wanted_norm > 0 else float("nan"),
+            cosine=_cosine(produced, wanted),
+            backprop_cosine=_cosine(backprop, wanted),
+            interference=tuple(_interference(call) for call in calls),
+        )
+
+
+def _output_change(use: Use, inputs: Tensor | None, change: Callable[[Tensor], Tensor | None]) -> Tensor:
+    """What changes of the weight and the bias do to the layer's outputs."""
+    weight = change(use.weight) if use.trains_weight else None
+    bias = None if use.bias is None else change(use.bias)
+    assert use.output_grad is not None
+    if inputs is None or weight is None:
+        shape = [1] * use.output_grad.ndim
+        channel_dim = -1 - layers.spatial_dims(use.layer)
+        shape[channel_dim] = -1
+        zero = torch.zeros_like(use.output_grad, dtype=torch.float32)
+        return zero if bias is None else zero + bias.view(shape)
+    return layers.apply(use.layer, inputs.to(weight.dtype), weight, bias)
+
+
+def _scale_of_grad(record: Record, uses: list[Use]) -> float:
+    """The factor by which ``.grad`` differs from ``ΔZᵀX``: 1 but for loss scaling, clipping, averaging over ranks."""
+    if not uses[0].trains_weight or record.weight.grad is None:
+        return 1.0
+    plain = torch.zeros_like(record.weight)
+    for use in uses:
+        assert use.inputs is not None
+        assert use.output_grad is not None
+        with torch.enable_grad():
+            weight = record.weight.detach().requires_grad_()
+            outputs = layers.apply(use.layer, use.inputs.to(weight.dtype), weight, None)
+        plain += torch.autograd.grad(outputs, weight, use.output_grad.to(outputs.dtype))[0]
+    squared = plain.square().sum()
+    return float((plain * record.weight.grad).sum() / squared) if squared > 0 else 1.0
+
+
+def _interference(call: _Watched) -> Tensor:
+    if call.inputs is None:
+        samples = layers.as_batch(call.use.layer, call.wanted).shape[0]
+        return call.wanted.new_full((samples, samples), call.use.rows / max(samples, 1))
+    return layers.interference(call.use.layer, call.inputs.float(), ones=call.use.bias is not None)
+
+
+def _norm(tensors: tuple[Tensor, ...]) -> float:
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
+
+
+def _cosine(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> float:
+    norms = _norm(a) * _norm(b)
+    product = sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
+    return product / norms if norms > 0 else float("nan")

@@ -1,0 +1,172 @@
+"""How a layer is the matrix product ``Z = W X``: its inputs and outputs as rows of matrices, its weight as a matrix.
+
+Linear and convolutional layers meet here and nowhere else. Everything is laid out per group (``groups`` of a
+convolution; 1 otherwise), since each group is a matrix product of its own:
+
+=============  ===============================  =============================================================
+inputs         ``[groups, rows, features]``     a row per sample (times position, times token)
+outputs        ``[groups, rows, out_features]`` in the same order of rows
+weight         ``[groups, out_features, features]``
+=============  ===============================  =============================================================
+"""
+
+from collections.abc import Iterator
+from math import prod
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+LAYER_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+# A patch matrix is up to kernel-size times larger than its image: it is made a few images at a time.
+PATCH_ELEMENTS_AT_ONCE = 2**24
+
+
+def spatial_dims(layer: Layer) -> int:
+    """0 for Linear, otherwise the d of Conv·d."""
+    return 0 if isinstance(layer, nn.Linear) else len(layer.kernel_size)
+
+
+def groups(layer: Layer) -> int:
+    """Independent matrix products in the layer."""
+    return 1 if isinstance(layer, nn.Linear) else layer.groups
+
+
+def features(layer: Layer) -> int:
+    """Columns of X per group (D in the paper), the bias's constant 1 not counted."""
+    return prod(layer.weight.shape[1:])
+
+
+def is_batched(layer: Layer, inputs: Tensor) -> bool:
+    """Whether the inputs have a leading sample dimension."""
+    return inputs.ndim > spatial_dims(layer) + 1
+
+
+def as_batch(layer: Layer, tensor: Tensor) -> Tensor:
+    """The inputs or outputs with a leading sample dimension."""
+    return tensor if is_batched(layer, tensor) else tensor.unsqueeze(0)
+
+
+def count_rows(layer: Layer, outputs: Tensor) -> int:
+    """Rows of the layer's input and output matrices."""
+    return outputs.numel() // layer.weight.shape[0]
+
+
+def input_rows(layer: Layer, inputs: Tensor) -> Tensor:
+    """The inputs as ``[groups, rows, features]``; for convolutions the rows are patches."""
+    inputs = as_batch(layer, inputs)
+    if isinstance(layer, nn.Linear):
+        return inputs.reshape(1, -1, inputs.shape[-1])
+    return _patch_rows(layer, pad(layer, inputs))
+
+
+def input_row_chunks(layer: Layer, inputs: Tensor) -> Iterator[Tensor]:
+    """:func:`input_rows`, a few images at a time so that the patches never fill the memory."""
+    inputs = as_batch(layer, inputs)
+    if isinstance(layer, nn.Linear):
+        yield inputs.reshape(1, -1, inputs.shape[-1])
+        return
+    padded = pad(layer, inputs)
+    patch_elements = prod(_output_size(layer, padded)) * features(layer) * groups(layer)
+    for images in padded.split(max(1, PATCH_ELEMENTS_AT_ONCE // max(1, patch_elements))):
+        yield _patch_rows(layer, images)
+
+
+def output_rows(layer: Layer, outputs: Tensor) -> Tensor:
+    """The outputs, or their gradients, as ``[groups, rows, out_features]``."""
+    outputs = as_batch(layer, outputs)
+    if isinstance(layer, nn.Linear):
+        return outputs.reshape(1, -1, outputs.shape[-1])
+    per_group: Tensor = outputs.flatten(2).unflatten(1, (layer.groups, -1))  # [images, groups, channels, positions]
+    return per_group.permute(1, 0, 3, 2).flatten(1, 2)
+
+
+def weight_matrix(layer: Layer, weight: Tensor) -> Tensor:
+    """The weight, or its gradient, as ``[groups, out_features, features]``."""
+    return weight.reshape(groups(layer), -1, features(layer))
+
+
+def apply(layer: Layer, inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """What the layer's class does, with the given weight and bias, whatever its own ``forward`` may do."""
+    if weight is None:
+        weight = torch.zeros_like(layer.weight)
+    if isinstance(layer, nn.Linear):
+        return F.linear(inputs, weight, bias)
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[spatial_dims(layer) - 1]
+    padded = pad(layer, as_batch(layer, inputs))
+    outputs = convolve(padded, weight, bias, layer.stride, 0, layer.dilation, layer.groups)
+    return outputs if is_batched(layer, inputs) else outputs.squeeze(0)
+
+
+def interference(layer: Layer, inputs: Tensor, *, ones: bool) -> Tensor:
+    r"""The samples' correlation matrix ``XᵀX``, one entry per pair of samples.
+
+    For convolutions and sequences, entry ``(a, b)`` is the sum over positions of ``x_a · x_b`` at the same position:
+    ``Σₚ x_{a,p} · x_{b,p}``. No positions × positions matrix and no patches are formed: a pixel that is seen by m
+    patch entries counts m times.
+
+    Args:
+        layer: the layer.
+        inputs: its inputs.
+        ones: whether the layer has a trained bias, the weight of a constant input 1.
+    """
+    inputs = as_batch(layer, inputs)
+    if isinstance(layer, nn.Linear):
+        positions = prod(inputs.shape[1:-1])
+        weighted = inputs
+    else:
+        inputs = pad(layer, inputs)
+        output_size = _output_size(layer, inputs)
+        positions = prod(output_size)
+        weighted = inputs
+        for dim in range(spatial_dims(layer)):
+            seen = inputs.new_zeros(inputs.shape[2 + dim])
+            for tap in range(layer.kernel_size[dim]):
+                start = tap * layer.dilation[dim]
+                seen[start : start + (output_size[dim] - 1) * layer.stride[dim] + 1 : layer.stride[dim]] += 1
+            weighted = weighted * seen.view(-1, *[1] * (spatial_dims(layer) - 1 - dim))
+    correlations = weighted.flatten(1) @ inputs.flatten(1).T
+    return correlations + positions if ones else correlations
+
+
+def pad(layer: Layer, inputs: Tensor) -> Tensor:
+    """The convolution's inputs as its kernel sees them: padded as ``padding`` and ``padding_mode`` say."""
+    assert not isinstance(layer, nn.Linear)
+    if layer.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+        sides = [(total // 2, total - total // 2) for total in totals]
+    elif layer.padding == "valid":
+        sides = [(0, 0)] * spatial_dims(layer)
+    else:
+        sides = [(int(p), int(p)) for p in layer.padding]
+    if not any(left or right for left, right in sides):
+        return inputs
+    amounts = [amount for side in reversed(sides) for amount in side]  # F.pad counts from the last dimension
+    return F.pad(inputs, amounts, mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode)
+
+
+def _output_size(layer: Layer, padded: Tensor) -> list[int]:
+    assert not isinstance(layer, nn.Linear)
+    settings = zip(padded.shape[2:], layer.kernel_size, layer.stride, layer.dilation, strict=True)
+    return [(size - d * (k - 1) - 1) // s + 1 for size, k, s, d in settings]
+
+
+def _patch_rows(layer: Layer, padded: Tensor) -> Tensor:
+    """Patches by a strided view and one copy; ``F.unfold`` loops over the batch and knows only two dimensions."""
+    assert not isinstance(layer, nn.Linear)
+    dims, count = spatial_dims(layer), layer.groups
+    steps = padded.stride()[2:]
+    view: Tensor = padded.as_strided(
+        (*padded.shape[:2], *_output_size(layer, padded), *layer.kernel_size),
+        (
+            *padded.stride()[:2],
+            *(step * s for step, s in zip(steps, layer.stride, strict=True)),
+            *(step * d for step, d in zip(steps, layer.dilation, strict=True)),
+        ),
+        padded.storage_offset(),
+    ).unflatten(1, (count, -1))
+    # [images, groups, channels, *positions, *taps] -> [groups, images, *positions, channels, *taps]
+    order = (1, 0, *range(3, 3 + dims), 2, *range(3 + dims, 3 + 2 * dims))
+    return view.permute(order).reshape(count, -1, features(layer))

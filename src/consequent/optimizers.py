@@ -1,0 +1,120 @@
+"""Ready-made consequentialist optimisers: the torch optimisers, built from a model instead of its parameters."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+
+from consequent.correction import Consequentialism
+from consequent.selection import Patterns
+from consequent.settings import LossReduction, Options
+
+__all__ = ["CSGD", "CAdam", "CAdamW", "CRMSprop"]
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+class _Consequentialist(Optimizer):
+    """What all of them share; stands before a torch optimiser among the bases.
+
+    ``damping`` lives in the parameter groups, beside ``lr``: a group may have its own, a scheduler may change it, and
+    it is saved in the state dict. A copy or a pickle takes the model along, since an optimiser without its model could
+    not foresee anything: copy or pickle both together, ``copy.deepcopy((model, optimizer))``, and they stay a pair.
+    """
+
+    correction: Consequentialism
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Params | None = None,
+        *,
+        damping: float = 0.01,
+        relative_damping: float | None = None,
+        loss_reduction: LossReduction = "mean",
+        include: Patterns | None = None,
+        exclude: Patterns = (),
+        check: bool = False,
+        foresight: bool = False,
+        **options: Any,
+    ) -> None:
+        self._damping = damping
+        self._options: Options = {
+            "relative_damping": relative_damping,
+            "loss_reduction": loss_reduction,
+            "include": include,
+            "exclude": exclude,
+            "check": check,
+            "foresight": foresight,
+        }
+        correction = Consequentialism(model, damping, **self._options)  # checks its arguments first
+        try:
+            super().__init__(model.parameters() if params is None else params, **options)
+            correction.attach(self)
+        except BaseException:
+            correction.detach()
+            raise
+        self.correction = correction
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its layers are corrected from the next forward pass on."""
+        if not {"damping", "relative_damping"} & set(param_group):
+            relative = self._options["relative_damping"]
+            param_group |= {"damping": self._damping} if relative is None else {"relative_damping": relative}
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return {**state, "damping": self._damping, "options": self._options, "model": self.correction.model}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        model = state.pop("model", None)
+        if model is None:  # from load_state_dict
+            super().__setstate__(state)
+            return
+        self._damping, self._options = state.pop("damping"), state.pop("options")
+        super().__setstate__(state)
+        self.correction = Consequentialism(model, self._damping, **self._options).attach(self)
+
+
+class CSGD(_Consequentialist, SGD):
+    r"""C-SGD, and with ``momentum`` and ``nesterov`` C-Momentum and C-Nesterov.
+
+    .. math:: \Delta\hat W = -\mu\,\Delta Z\,(X^\top X + \lambda I)^{-1} X^\top
+
+    Args:
+        model: the model; the layers' inputs are watched, so its parameters alone would not do.
+        params: parameters or parameter groups, as in torch; None is all of the model's. The paper gives the last
+            layer a tenth of the learning rate: ``[{"params": body}, {"params": head, "lr": 0.01}]``.
+        lr: μ, with the paper's meaning (see ``loss_reduction``): 1 would land a single linear layer on its targets.
+        damping: λ, and all further arguments of :class:`consequent.Consequentialism`.
+        options: all further options of :class:`torch.optim.SGD`.
+
+    Example:
+        >>> import torch, consequent
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = consequent.CSGD(model, lr=0.1, momentum=0.95, nesterov=True, damping=0.03)
+        >>> isinstance(optimizer, torch.optim.SGD)
+        True
+        >>> list(optimizer.correction.corrected)
+        ['']
+    """
+
+    def __init__(
+        self, model: nn.Module, params: Params | None = None, *, lr: float | Tensor = 0.1, **options: Any
+    ) -> None:
+        super().__init__(model, params, lr=lr, **options)
+
+
+class CAdam(_Consequentialist, Adam):
+    """C-Adam: :class:`torch.optim.Adam` fed with consequentialist gradients. Arguments as for :class:`CSGD`."""
+
+
+class CAdamW(_Consequentialist, AdamW):
+    """C-AdamW: :class:`torch.optim.AdamW` fed with consequentialist gradients. Arguments as for :class:`CSGD`."""
+
+
+class CRMSprop(_Consequentialist, RMSprop):
+    """C-RMSProp: :class:`torch.optim.RMSprop` fed with consequentialist gradients. Arguments as for :class:`CSGD`."""

@@ -1,0 +1,238 @@
+"""What was captured for one weight: the uses whose gradients are in ``.grad`` now, and nothing else.
+
+Everything recorded is dropped as soon as ``.grad`` is found to have been emptied since.
+"""
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from consequent import layers
+from consequent.autograd import Kept, graph_is_retained
+from consequent.layers import Layer
+from consequent.moments import second_moment
+
+
+@dataclass(eq=False)
+class Entry:
+    """Samples entering the model: one outermost call of it or of a part of it."""
+
+    module: nn.Module
+    samples: int
+    ndim: int
+
+
+@dataclass(eq=False)
+class Use:
+    """One call of a layer."""
+
+    layer: Layer
+    weight: Tensor
+    bias: Tensor | None  # None also where it is not trained
+    trains_weight: bool
+    entry: Entry
+    rows: int
+    kept_inputs: Kept | None  # None where the weight is not trained, and once nothing more needs them
+    inputs: Tensor | None = None
+    output_grad: Tensor | None = None
+
+    @property
+    def key(self) -> Tensor:
+        """The parameter whose ``.grad`` shows whether the use is in the gradient: the weight, if it is trained."""
+        if self.trains_weight:
+            return self.weight
+        assert self.bias is not None
+        return self.bias
+
+
+@dataclass
+class GradMark:
+    """Tells whether a ``.grad`` was replaced or written to since the mark was made."""
+
+    tensor: "weakref.ref[Tensor] | None"
+    version: int
+
+    @classmethod
+    def of(cls, grad: Tensor | None) -> "GradMark":
+        """A mark on the gradient as it is now."""
+        return cls(None, -1) if grad is None else cls(weakref.ref(grad), grad._version)
+
+    def is_same_tensor(self, grad: Tensor | None) -> bool:
+        """Whether the gradient is the very tensor, its numbers aside."""
+        return grad is not None and self.tensor is not None and self.tensor() is grad
+
+    def holds(self, grad: Tensor | None) -> bool:
+        """Whether nobody touched the gradient since."""
+        return self.is_same_tensor(grad) and grad is not None and grad._version == self.version
+
+
+@dataclass(eq=False)
+class Record:
+    """All uses of one weight that are in its ``.grad`` now.
+
+    Uses are kept as rows (inputs and output gradients) while there are fewer rows than features, and reduced to the
+    second moment of the inputs as soon as there are more: the side to solve on is the smaller one, and the memory is
+    bounded by it.
+    """
+
+    weight: Tensor
+    biases: list[Tensor] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+    reduced: list[Use] = field(default_factory=list)
+    moment: Tensor | None = None  # [groups, D + biases, D + biases]
+    backward_pass: int = -1
+    accumulated: list[tuple[Tensor, GradMark]] = field(default_factory=list)  # after the last backward pass
+    corrected: list[tuple[Tensor, GradMark]] = field(default_factory=list)  # after the last correction
+    edited: bool = False  # somebody wrote to .grad between two backward passes
+    accumulated_on_corrected: bool = False
+    verified: bool = False  # the gradient was once found to be ΔZᵀX
+
+    @property
+    def layer(self) -> Layer:
+        """A layer that uses the weight (all of them have the same shape)."""
+        return self.first_use.layer
+
+    @property
+    def first_use(self) -> Use:
+        """The use that was recorded first."""
+        return (self.reduced or self.uses)[0]
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient that the record follows."""
+        return self.first_use.key.grad
+
+    @property
+    def features(self) -> int:
+        """Columns that belong to the weight: none where only the bias is trained."""
+        return layers.features(self.layer) if self.first_use.trains_weight else 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was captured for the gradient in ``.grad``."""
+        return not self.uses and not self.reduced
+
+    @property
+    def rows(self) -> int:
+        """Rows of all uses together."""
+        return sum(use.rows for use in (*self.uses, *self.reduced))
+
+    @property
+    def columns(self) -> int:
+        """Columns of the input matrix: features and a constant 1 for each bias."""
+        return self.features + len(self.biases)
+
+    @property
+    def entries(self) -> set[Entry]:
+        """Through which entries of samples into the model the uses came about."""
+        return {use.entry for use in (*self.uses, *self.reduced)}
+
+    def clear(self) -> None:
+        """Forget all uses."""
+        self.biases, self.uses, self.reduced, self.moment = [], [], [], None
+        self.edited = self.accumulated_on_corrected = False
+        self.accumulated, self.backward_pass = [], -1
+
+    def begin_backward_pass(self, grad: Tensor | None) -> None:
+        """Before a backward pass adds to ``.grad``: is what was captured earlier still in there?"""
+        if grad is None:
+            self.clear()
+        elif self.is_empty:
+            marks = [mark for _, mark in self.corrected if mark.is_same_tensor(grad)]
+            if marks:
+                # zero_grad(set_to_none=False) writes to the tensor; nobody wrote: nobody zeroed
+                self.accumulated_on_corrected = marks[0].holds(grad) or (not grad.is_cuda and bool(grad.any()))
+            else:
+                self.edited = True
+        elif not self.is_untouched():
+            if bool(grad.any()):
+                self.edited = True
+            else:
+                self.clear()
+
+    def add(self, use: Use, output_grad: Tensor, *, reducible: bool, keep_rows: bool) -> None:
+        """Add a use, or a further gradient of a use that is there already (``retain_graph``).
+
+        Args:
+            use: the use.
+            output_grad: its ΔZ in this backward pass.
+            reducible: whether a second moment may stand for the rows (not with λ = 0).
+            keep_rows: whether to keep the rows beside it.
+        """
+        if use in self.uses or use in self.reduced:
+            if use.output_grad is not None:
+                use.output_grad = use.output_grad + output_grad
+            return  # its inputs count once
+        if not self.is_empty and self.first_use.trains_weight != use.trains_weight:
+            raise RuntimeError(
+                f"requires_grad of the weight of {use.layer} changed between two backward passes of one step; "
+                "call optimizer.zero_grad() or optimizer.step() before changing it"
+            )
+        if use.bias is not None and not any(use.bias is bias for bias in self.biases):
+            self.biases.append(use.bias)
+        if use.kept_inputs is not None:
+            use.inputs = use.kept_inputs.get()
+            if not graph_is_retained():
+                use.kept_inputs = None
+        use.output_grad = output_grad
+        self.uses.append(use)
+        if reducible and self.rows >= self.columns:
+            self.reduce(keep_rows=keep_rows)
+
+    def reduce(self, *, keep_rows: bool) -> None:
+        """Let the second moment of the inputs stand for the rows of all uses."""
+        size, grads = self.columns, [use.output_grad for use in self.uses if use.output_grad is not None]
+        if self.moment is None:
+            dtype = torch.promote_types(grads[0].dtype, torch.float32)
+            shape = (layers.groups(self.layer), size, size)
+            self.moment = torch.zeros(shape, dtype=dtype, device=grads[0].device)
+        elif self.moment.shape[-1] < size:  # a bias met for the first time
+            grow = size - self.moment.shape[-1]
+            self.moment = nn.functional.pad(self.moment, (0, grow, 0, grow))
+        for use in self.uses:
+            columns = self.columns_of(use)
+            if use.inputs is None:
+                part = self.moment.new_tensor(float(use.rows))  # of a constant 1
+            else:
+                part = second_moment(use.layer, use.inputs, ones=use.bias is not None)
+            if len(columns) == size:
+                self.moment += part
+            else:
+                index = torch.tensor(columns, device=self.moment.device)
+                self.moment[:, index[:, None], index] += part
+            if not keep_rows:
+                use.inputs = use.output_grad = None
+        self.reduced += self.uses
+        self.uses = []
+
+    def columns_of(self, use: Use) -> list[int]:
+        """The columns of the input matrix that the use fills: the features, and the 1 of its own bias."""
+        columns = list(range(self.features))
+        if use.bias is not None:
+            columns += [self.features + place for place, bias in enumerate(self.biases) if bias is use.bias]
+        return columns
+
+    def mark_accumulated(self) -> None:
+        """Remember the gradients as the backward pass left them."""
+        members = (self.weight, *self.biases)
+        self.accumulated = [(parameter, GradMark.of(parameter.grad)) for parameter in members]
+
+    def mark_corrected(self) -> None:
+        """Remember the gradients as the correction, or the optimiser's step after it, left them."""
+        members = [p for p, _ in self.corrected] if self.is_empty else [self.weight, *self.biases]
+        self.corrected = [(parameter, GradMark.of(parameter.grad)) for parameter in members]
+
+    def left_untouched(self) -> bool:
+        """Whether the gradients are still as the last correction left them."""
+        return any(mark.holds(parameter.grad) for parameter, mark in self.corrected)
+
+    def was_corrected(self, parameter: Tensor) -> bool:
+        """Whether the parameter's gradient is the one the correction left (perhaps clipped since)."""
+        return any(p is parameter and mark.is_same_tensor(p.grad) for p, mark in self.corrected)
+
+    def is_untouched(self) -> bool:
+        """Whether the gradients are still as the backward pass left them."""
+        marks = self.accumulated
+        return not self.edited and bool(marks) and all(m.holds(p.grad) for p, m in marks if p.grad is not None)

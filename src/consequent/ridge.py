@@ -1,0 +1,229 @@
+"""The idea: a weight gradient that foresees what it does to the whole mini-batch.
+
+Backpropagation changes a layer's weights by ``ΔZ Xᵀ``. On the very mini-batch it was computed from, that moves the
+outputs by ``ΔZ XᵀX`` instead of ``ΔZ``: through the correlations ``XᵀX`` every sample disturbs every other.
+Consequentialism solves for the weight change whose consequence is the wanted one,
+
+    ``ΔŴ = ΔZ (XᵀX + λI)⁻¹ Xᵀ``                      (eq. "consequentialism formula" of the paper)
+
+which the push-through identity writes in two ways. Here rows are samples, so ``inputs`` is the paper's ``Xᵀ``:
+
+====================  ====================================  =====================================================
+side                  what is solved                        when
+====================  ====================================  =====================================================
+samples (N × N)       ``(X Xᵀ + λI) A = ΔZ``, then ``Aᵀ X``  fewer samples than features: dense layers
+features (D × D)      ``U (Xᵀ X + λI) = ΔZᵀ X``              more samples than features: convolutions, sequences
+====================  ====================================  =====================================================
+
+Everything in this file is a pure function on matrices; layers are brought to this form elsewhere.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from consequent.errors import LinAlgError
+
+__all__ = ["Side", "consequential_gradient"]
+
+Side = Literal["auto", "samples", "features"]
+
+
+def consequential_gradient(
+    inputs: Tensor,  # Xᵀ in the paper, one row per sample
+    output_grads: Tensor,  # ΔZᵀ in the paper
+    damping: float,  # λ in the paper
+    *,
+    side: Side = "auto",
+) -> Tensor:
+    r"""The consequentialist weight gradient of one linear map ``Z = W X``.
+
+    .. math:: \Delta\hat W = \Delta Z\,(X^\top X + \lambda I)^{-1} X^\top
+
+    It is the ridge regression of the output gradients on the inputs. With ``damping=0`` it is ``ΔZ X†``, computed with
+    the pseudo-inverse (an SVD). There is no learning rate, sign or batch-size factor in it. Differentiable in
+    ``inputs`` and ``output_grads`` (with ``damping=0``: where the rank of the inputs is locally constant).
+
+    Args:
+        inputs: ``[..., N, D]``, a row per sample, float32 or float64 (lower precisions are computed in float32).
+        output_grads: ``[..., N, O]``, the gradient of the loss in the layer's outputs.
+        damping: λ ≥ 0, absolute: added to the diagonal of the un-normalised Gram matrix.
+        side: which of the two equal forms to solve; ``"auto"`` takes the smaller matrix.
+
+    Returns:
+        ``[..., O, D]``, shaped like the weight of ``torch.nn.Linear``.
+
+    Raises:
+        ValueError: for shapes that do not fit, or a damping that is negative or not finite.
+        TypeError: for integer or complex tensors, or two different dtypes.
+        torch.linalg.LinAlgError: if the factorisation fails in float64 too.
+
+    Example:
+        >>> import torch
+        >>> X = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]])   # two correlated samples
+        >>> dZ = torch.tensor([[1.0], [0.0]])                      # only the first one's output should move
+        >>> X @ (dZ.T @ X).T                                       # backpropagation moves both
+        tensor([[1.],
+                [1.]])
+        >>> (X @ consequential_gradient(X, dZ, damping=0.0).T).round(decimals=4).abs()
+        tensor([[1.],
+                [0.]])
+    """
+    _check_arguments(inputs, output_grads, damping, side)
+    dtype = torch.promote_types(inputs.dtype, torch.float32)
+    inputs, output_grads = inputs.to(dtype), output_grads.to(dtype)
+    if damping == 0:
+        update: Tensor = torch.linalg.pinv(inputs) @ output_grads
+        return update.mT
+    if side == "auto":
+        side = "samples" if inputs.shape[-2] < inputs.shape[-1] else "features"
+    try:
+        return _solve_on(side, inputs, output_grads, damping)
+    except LinAlgError:
+        pass
+    try:
+        return _solve_on(side, inputs.double(), output_grads.double(), damping).to(dtype)
+    except LinAlgError as error:
+        size = inputs.shape[-2 if side == "samples" else -1]
+        raise LinAlgError(
+            f"the {size}×{size} Gram matrix plus damping={damping:g} could not be factorised, not even in float64: "
+            "the inputs hold NaN or inf, or the damping is too small for their size. "
+            "Check the inputs, raise the damping, or use damping=0 (pseudo-inverse)."
+        ) from error
+
+
+def _solve_on(side: str, inputs: Tensor, output_grads: Tensor, damping: float) -> Tensor:
+    if side == "samples":
+        factor = torch.linalg.cholesky(_add_to_diagonal(inputs @ inputs.mT, damping))
+        return torch.cholesky_solve(output_grads, factor).mT @ inputs
+    factor = torch.linalg.cholesky(_add_to_diagonal(inputs.mT @ inputs, damping))
+    return torch.cholesky_solve(inputs.mT @ output_grads, factor).mT
+
+
+@dataclass
+class Solved:
+    """What :func:`damped_solve_or_fall_back` found. Counts are tensors where asking for them would wait for a GPU."""
+
+    solution: Tensor
+    rescued: int | Tensor = 0  # factorisations that succeeded only in float64
+    fallen_back: int | Tensor = 0  # factorisations that failed there too
+
+    @property
+    def failed(self) -> int | Tensor:
+        """Factorisations that failed at first."""
+        return self.rescued + self.fallen_back
+
+
+def damped_solve_or_fall_back(matrix: Tensor, right: Tensor, damping: float | Tensor, *, may_wait: bool) -> Solved:
+    """``(matrix + λI)⁻¹ right`` by Cholesky, for use inside a training step: never raises.
+
+    A matrix that cannot be factorised is retried in float64 (see :func:`_second_attempt`). If that fails as well the
+    answer is ``right / (λ + trace)``: the plain gradient, shortened until it cannot overshoot. All eigenvalues of
+    ``matrix / (λ + trace)`` are below 1, so such a step moves every output toward its target and not past it, at the
+    learning rates the method uses, where the unscaled plain gradient would diverge.
+
+    Args:
+        matrix: ``[..., m, m]``, symmetric positive semi-definite.
+        right: ``[..., m, k]``.
+        damping: λ, a number or a tensor that broadcasts with ``[..., 1, 1]``.
+        may_wait: whether the host may look at the outcome. If not (a GPU in full flight), there is no retry in
+            float64 and the choice is made on the device.
+    """
+    factor, info = torch.linalg.cholesky_ex(_add_to_diagonal(matrix, damping))
+    failed = info > 0
+    if not may_wait:
+        solution = torch.cholesky_solve(right, factor)
+        chosen = torch.where(failed[..., None, None], _shortened(matrix, right, damping), solution)
+        return Solved(chosen, fallen_back=failed.sum())
+    if not failed.any():
+        return Solved(torch.cholesky_solve(right, factor))
+    factor, info = torch.linalg.cholesky_ex(_second_attempt(matrix, damping))
+    failed_again = info > 0
+    solution = torch.cholesky_solve(right.double(), factor).to(right.dtype)
+    return Solved(
+        torch.where(failed_again[..., None, None], _shortened(matrix, right, damping), solution),
+        rescued=int((failed & ~failed_again).sum()),
+        fallen_back=int(failed_again.sum()),
+    )
+
+
+def correct_any_gradient(gradient: Tensor, inputs: Tensor, damping: float | Tensor) -> Tensor:
+    r"""``G (XᵀX + λI)⁻¹`` for a gradient ``G`` that need not be ``ΔZᵀ X``, accurate also for N < D and small λ.
+
+    Used where a gradient was edited after backpropagation and the output gradients no longer tell it. In float64,
+    through ``Xᵀ = Q R``:  ``G Q (R Rᵀ + λI)⁻¹ Qᵀ + (G − G Q Qᵀ) / λ``, as accurate as a D × D solve and smaller.
+    With λ = 0 the part of ``G`` outside the span of the inputs, for which there is no finite answer, is dropped.
+
+    Args:
+        gradient: ``[..., O, D]``.
+        inputs: ``[..., N, D]``.
+        damping: λ, a number or a tensor that broadcasts with ``[..., 1, 1]``.
+    """
+    G, X = gradient.double(), inputs.double()
+    corrected: Tensor
+    if not isinstance(damping, Tensor) and damping == 0:
+        pseudo_inverse = torch.linalg.pinv(X)
+        corrected = G @ pseudo_inverse @ pseudo_inverse.mT
+        return corrected.to(gradient.dtype)
+    Q, R = torch.linalg.qr(X.mT)
+    projected = G @ Q
+    inside = damped_solve_or_fall_back(R @ R.mT, projected.mT, damping, may_wait=True).solution.mT @ Q.mT
+    outside = (G - projected @ Q.mT) / damping
+    corrected = inside + outside
+    return corrected.to(gradient.dtype)
+
+
+def _second_attempt(matrix: Tensor, damping: float | Tensor) -> Tensor:
+    """The damped matrix in float64, its damping raised to the level at which the matrix itself was rounded.
+
+    A float32 Gram matrix of dependent samples has eigenvalues that are rounding errors, positive or negative. A damping
+    below them means nothing: the answer is the exact one for a matrix that rounds to the same numbers.
+    """
+    return _add_to_diagonal(matrix.double(), damping + torch.finfo(matrix.dtype).eps * _trace(matrix).double())
+
+
+def _shortened(matrix: Tensor, right: Tensor, damping: float | Tensor) -> Tensor:
+    return right / (_trace(matrix) + damping)
+
+
+def _trace(matrix: Tensor) -> Tensor:
+    return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+
+
+def _add_to_diagonal(matrix: Tensor, damping: float | Tensor) -> Tensor:
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    return matrix + damping * eye
+
+
+def _check_arguments(inputs: Tensor, output_grads: Tensor, damping: float, side: str) -> None:
+    for name, tensor in (("inputs", inputs), ("output_grads", output_grads)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {tensor.dtype}; convert it with .float()")
+        if tensor.ndim < 2:
+            raise ValueError(
+                f"{name} must be [..., samples, features], got shape {list(tensor.shape)}; "
+                "a single sample is one row: use .unsqueeze(0)"
+            )
+    if inputs.dtype != output_grads.dtype:
+        raise TypeError(f"inputs are {inputs.dtype} but output_grads are {output_grads.dtype}; convert one of them")
+    if inputs.shape[:-1] != output_grads.shape[:-1]:
+        raise ValueError(
+            f"inputs {list(inputs.shape)} and output_grads {list(output_grads.shape)} must agree in every dimension "
+            "but the last: the same samples, a row each"
+        )
+    if side not in ("auto", "samples", "features"):
+        raise ValueError(f'side must be "auto", "samples" or "features", got {side!r}')
+    check_damping(damping)
+
+
+def check_damping(damping: float, name: str = "damping", where: str = "") -> None:
+    """Raise unless λ is a finite number ≥ 0."""
+    if isinstance(damping, bool) or not isinstance(damping, int | float):
+        raise TypeError(f"{name} must be a number, got {damping!r}{where}")
+    if not math.isfinite(damping) or damping < 0:
+        raise ValueError(f"{name} must be a finite number ≥ 0, got {damping!r}{where}; the paper uses 0.001 to 0.03")

@@ -1,0 +1,144 @@
+"""Which modules of a model are corrected, which keep their plain gradient, and why."""
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from consequent.capture import readable_name
+from consequent.layers import LAYER_TYPES, Layer, groups, spatial_dims
+
+Pattern = type[nn.Module] | str | re.Pattern[str]
+Patterns = Pattern | Iterable[Pattern]
+
+
+@dataclass
+class Selection:
+    """The modules with parameters of a model, by name."""
+
+    corrected: dict[str, Layer]
+    plain: dict[str, str]  # name -> why
+
+
+def select_layers(model: nn.Module, include: Patterns | None, exclude: Patterns) -> Selection:
+    """Sort the modules of a model into corrected and plain ones.
+
+    Args:
+        model: the model.
+        include: types, names or compiled regular expressions; None is every layer that can be corrected. A name
+            stands for the module and everything inside it; a regular expression is searched in the name.
+        exclude: the same, to leave out.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"expected a torch.nn.Module, got {type(model).__name__}; the layers' inputs are needed, so pass the model "
+            "itself and not its parameters"
+        )
+    named = {readable_name(name): module for name, module in model.named_modules()}
+    wanted = None if include is None else _matches(include, named, "include")
+    unwanted = _matches(exclude, named, "exclude")
+    corrected: dict[str, Layer] = {}
+    plain: dict[str, str] = {}
+    for name, module in named.items():
+        if not _has_parameters(module):
+            continue
+        reason = _why_not(name, module, named)
+        if reason is None and name in unwanted:
+            reason = "excluded"
+        if reason is None and wanted is not None and name not in wanted:
+            reason = "not included"
+        if reason is None:
+            assert isinstance(module, LAYER_TYPES)
+            corrected[name] = module
+        else:
+            plain[name] = reason
+    _leave_out_shared(corrected, plain, named)
+    if not corrected:
+        listed = "\n".join(f"  {name or '(the model itself)'}: {reason}" for name, reason in plain.items())
+        raise ValueError(
+            "nothing in this model can be corrected: it needs an nn.Linear or nn.Conv1d/2d/3d layer that is neither "
+            f"excluded nor left out by include=…\n{listed or '  (the model has no parameters)'}"
+        )
+    return Selection(corrected, plain)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(p is not None for p in module._parameters.values()) or hasattr(module, "parametrizations")
+
+
+def _why_not(name: str, module: nn.Module, named: dict[str, nn.Module]) -> str | None:
+    if not isinstance(module, LAYER_TYPES):
+        return f"{type(module).__name__} is not a Linear or Conv1d/2d/3d layer"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is not a parameter of its own (parametrised, weight-normalised or pruned)"
+    if isinstance(weight, UninitializedParameter):
+        raise ValueError(  # noqa: TRY004
+            f"layer {name!r} is lazy and has no weight yet: run one forward pass before attaching"
+        )
+    if not weight.is_floating_point():
+        return f"its weight is {weight.dtype}"
+    parent = named.get(name.rpartition(".")[0])
+    if isinstance(parent, nn.MultiheadAttention):
+        return "nn.MultiheadAttention uses its weight without calling it"
+    if module.bias is not None and "bias" not in module._parameters:
+        return "its bias is not a parameter of its own"
+    return None
+
+
+def _leave_out_shared(corrected: dict[str, Layer], plain: dict[str, str], named: dict[str, nn.Module]) -> None:
+    """A shared weight is corrected only if all its uses are seen, and are matrix products of one shape."""
+    owners: dict[Any, list[str]] = {}
+    for name, module in named.items():
+        for kind, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append(name)
+                if kind == "bias" and name in corrected and len(owners[parameter]) > 1:
+                    others = [other for other in owners[parameter] if other != name]
+                    if any(named[other]._parameters.get("weight") is not module.weight for other in others):
+                        plain[name] = f"its bias is shared with {others[0]!r}"
+    for name, layer in list(corrected.items()):
+        for other in owners[layer.weight]:
+            if other == name or name in plain:
+                continue
+            if other not in corrected or other in plain:
+                plain[name] = f"its weight is shared with {other!r}, which is not corrected"
+            elif _shape(layer) != _shape(corrected[other]):
+                plain[name] = f"its weight is shared with {other!r}, which uses it in another shape"
+    for name in plain:
+        corrected.pop(name, None)
+    if any(other not in corrected for layer in corrected.values() for other in owners[layer.weight]):
+        _leave_out_shared(corrected, plain, named)  # what was left out just now may be shared in turn
+
+
+def _shape(layer: Layer) -> tuple[int, int]:
+    return spatial_dims(layer), groups(layer)
+
+
+def _matches(patterns: Patterns, named: dict[str, nn.Module], argument: str) -> set[str]:
+    if isinstance(patterns, str | re.Pattern | type):
+        patterns = [patterns]
+    matched: set[str] = set()
+    for pattern in patterns:
+        if isinstance(pattern, str):
+            found = {name for name in named if name == pattern or name.startswith(pattern + ".")}
+        elif isinstance(pattern, re.Pattern):
+            found = {name for name in named if pattern.search(name)}
+        elif isinstance(pattern, type) and issubclass(pattern, nn.Module):
+            found = {name for name, module in named.items() if isinstance(module, pattern)}
+        else:
+            raise TypeError(
+                f"{argument} takes module types, names or compiled regular expressions (re.compile), got {pattern!r}"
+            )
+        if not found:
+            close = difflib.get_close_matches(str(pattern), named, n=3) if isinstance(pattern, str) else []
+            hint = (
+                f"; did you mean {' or '.join(map(repr, close))}?" if close else f"; there are {sorted(named)[1:9]} …"
+            )
+            raise ValueError(f"{argument}={pattern!r} matches no module of the model{hint}")
+        matched |= found
+    return matched

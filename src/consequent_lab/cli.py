@@ -1,0 +1,63 @@
+"""The command `consequent`.
+
+A command is a frozen dataclass with a `run` method, listed in `commands`. Its module imports nothing heavy at the top,
+so that `consequent --help` answers at once.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Protocol
+
+LAB_PACKAGES = ("matplotlib", "numpy", "rich", "sklearn", "tyro")
+
+
+class Command(Protocol):
+    """What the command line runs."""
+
+    def run(self) -> None:
+        """Does what the command is for."""
+
+
+def commands() -> dict[str, Callable[..., Command]]:
+    """Returns the commands by name."""
+    from consequent_lab.demo import Demo
+
+    return {"demo": Demo}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status.
+
+    Args:
+        arguments: what follows the program's name; `sys.argv` by default.
+    """
+    missing = [name for name in LAB_PACKAGES if find_spec(name) is None]
+    if missing:
+        print(
+            f"consequent: the command line needs {', '.join(missing)}. Install what is missing with\n"
+            "    pip install 'consequent[lab]'",
+            file=sys.stderr,
+        )
+        return 1
+    import tyro
+
+    try:
+        command = tyro.extras.subcommand_cli_from_dict(
+            commands(),
+            prog="consequent",
+            description="Consequentialist optimisers: experiments and measurements.",
+            args=arguments,
+        )
+        command.run()
+    except (ValueError, OSError) as error:
+        print(f"consequent: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("consequent: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The six optimisers of the race: three of torch's, each plain and with the one line that makes it C-."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import consequent
+
+
+def sgd(parameters: Iterator[nn.Parameter], lr: float) -> Optimizer:
+    """Returns plain stochastic gradient descent."""
+    return torch.optim.SGD(parameters, lr=lr)
+
+
+def nesterov(parameters: Iterator[nn.Parameter], lr: float) -> Optimizer:
+    """Returns gradient descent with Nesterov's momentum."""
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True)
+
+
+def adam(parameters: Iterator[nn.Parameter], lr: float) -> Optimizer:
+    """Returns Adam with its usual moments."""
+    return torch.optim.Adam(parameters, lr=lr)
+
+
+FAMILIES: dict[str, Callable[[Iterator[nn.Parameter], float], Optimizer]] = {
+    "SGD": sgd,
+    "Nesterov": nesterov,
+    "Adam": adam,
+}
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """An optimiser of the race.
+
+    >>> [contestant.name for contestant in CONTESTANTS]
+    ['SGD', 'C-SGD', 'Nesterov', 'C-Nesterov', 'Adam', 'C-Adam']
+    """
+
+    family: str
+    consequentialist: bool
+
+    @property
+    def name(self) -> str:
+        """The name in tables and pictures."""
+        return f"C-{self.family}" if self.consequentialist else self.family
+
+    def optimizer(self, model: nn.Module, lr: float, damping: float) -> Optimizer:
+        """Returns the optimiser over all parameters of the model; damping is the ridge λ of the C- versions."""
+        optimizer = FAMILIES[self.family](model.parameters(), lr)
+        if self.consequentialist:
+            consequent.attach(optimizer, model, damping=damping)
+        return optimizer
+
+
+CONTESTANTS = tuple(Contestant(family, consequentialist) for family in FAMILIES for consequentialist in (False, True))

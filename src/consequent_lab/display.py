@@ -1,0 +1,93 @@
+"""What the demo shows: progress while it runs, a table at the end."""
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from consequent_lab.race import Progress
+from consequent_lab.summary import Summary
+
+COLOURS = {"SGD": "blue", "Nesterov": "dark_orange", "Adam": "green"}
+
+
+def console() -> Console:
+    """Returns the console; where there is no terminal, lines are long enough for the table."""
+    screen = Console(highlight=False)
+    return screen if screen.is_terminal else Console(highlight=False, width=120)
+
+
+class ProgressDisplay:
+    """A bar for every contestant on a terminal; elsewhere a plain line for every milestone.
+
+    Args:
+        screen: where to show it.
+        names: the contestants.
+        total: units of work of each.
+    """
+
+    def __init__(self, screen: Console, names: list[str], total: int) -> None:
+        self._screen = screen
+        self._bars: Bars | None = None
+        if screen.is_terminal:
+            self._bars = Bars(
+                TextColumn("{task.description:10}"),
+                BarColumn(bar_width=30),
+                TextColumn("{task.percentage:3.0f} %"),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[text]}"),
+                console=screen,
+            )
+            self._tasks = {name: self._bars.add_task(name, total=total, start=False, text="waiting") for name in names}
+
+    def __enter__(self) -> Self:
+        if self._bars:
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bars:
+            self._bars.stop()
+
+    def show(self, progress: Progress) -> None:
+        """Shows a piece of progress."""
+        if self._bars:
+            task = self._tasks[progress.contestant]
+            self._bars.start_task(task)
+            self._bars.update(task, advance=progress.units, text=progress.text)
+        elif progress.milestone:
+            self._screen.print(f"{progress.contestant:10} {progress.text}")
+
+
+def results_table(summaries: list[Summary], target_loss: float, seeds: int) -> Table:
+    """Returns the table of the race."""
+    table = Table(caption=f"median (lowest–highest) of {seeds} seeds" if seeds > 1 else "one seed")
+    table.add_column("optimiser", no_wrap=True)
+    for heading in (
+        "learning\nrate",
+        f"epochs to\nloss {target_loss:g}",
+        f"seconds to\nloss {target_loss:g}",
+        "ms per\nepoch",
+        "final\ntraining loss",
+        "test\naccuracy %",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for summary in summaries:
+        accuracy = summary.test_accuracy
+        table.add_row(
+            summary.name,
+            f"{summary.learning_rate:g}{'*' if summary.at_edge else ''}",
+            summary.epochs.show(".1f"),
+            summary.seconds.show(".2f"),
+            f"{summary.milliseconds_per_epoch:.0f}",
+            summary.final_loss.show(".1e"),
+            type(accuracy)(100 * accuracy.low, 100 * accuracy.median, 100 * accuracy.high).show(".1f"),
+            style=COLOURS[summary.family],
+            end_section=summary.name != summary.family,
+        )
+    return table

@@ -1,0 +1,68 @@
+"""Numbers on disk: a JSON file that says what made it."""
+
+import json
+import math
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any
+
+
+def provenance(workers: int) -> dict[str, Any]:
+    """Returns what a reader needs to judge and repeat a measurement."""
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in ("consequent", "torch")}},
+        "machine": {"system": platform.system(), "processor": platform.machine(), "cores": cores(), "workers": workers},
+    }
+
+
+def cores() -> int:
+    """Returns how many processor cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Writes the record; numbers that are not finite become null, as JSON knows neither NaN nor infinity."""
+    text = json.dumps(_finite(record), indent=1, ensure_ascii=False, allow_nan=False)
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Calls `write` with a file that takes the place of `path` once it is complete, never before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with unfinished.open("wb") as file:
+            write(file)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _finite(value: Any) -> Any:
+    """Replaces numbers that are not finite by None and rounds the others to six digits.
+
+    >>> _finite({"loss": [0.123456789, math.inf], "epochs": 12})
+    {'loss': [0.123457, None], 'epochs': 12}
+    """
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value

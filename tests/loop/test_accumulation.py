@@ -1,0 +1,65 @@
+"""Gradient accumulation over micro-batches is the whole batch."""
+
+import consequent
+import pytest
+import torch
+from loop.expected import DAMPING, LR, assert_close, assert_stepped, build, corrected, gradients, loss_on, weights
+
+SPLITS = [[5, 5, 5, 5], [3, 8, 1, 8], [2] * 10, [20], [19, 1], [1, 19], [7, 0, 13]]
+
+
+@pytest.mark.parametrize("kind", ["wide", "conv", "tall"])
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_micro_batches_equal_the_whole_batch(kind, split, set_to_none):
+    """In "wide" a micro-batch is on the sample side; the 20 samples together are on the feature side."""
+    model, x, t = build(kind, batch=20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    consequent.attach(optimizer, model, damping=DAMPING)
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        for xs, ts in zip(x.split(split), t.split(split), strict=True):
+            loss_on(xs, ts, weight=len(xs) / len(x))(model).backward()
+        before, grads = weights(model), corrected(model, loss_on(x, t), samples=len(x))
+        optimizer.step()
+        assert_close(gradients(model), grads)
+        assert_stepped(model, before, grads)
+
+
+@pytest.mark.parametrize("split", [[2, 3], [1, 1, 1, 1, 1], [4, 1]], ids=str)
+def test_micro_batches_that_stay_on_the_sample_side(split):
+    model, x, t = build("wide")
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    consequent.attach(optimizer, model, damping=DAMPING)
+    for xs, ts in zip(x.split(split), t.split(split), strict=True):
+        loss_on(xs, ts, weight=len(xs) / len(x))(model).backward()
+    before, grads = weights(model), corrected(model, loss_on(x, t), samples=len(x))
+    optimizer.step()
+    assert_stepped(model, before, grads)
+
+
+@pytest.mark.parametrize("kind", ["wide", "conv"])
+def test_micro_batches_of_a_summed_loss(kind):
+    model, x, t = build(kind, batch=20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    consequent.attach(optimizer, model, damping=DAMPING, loss_reduction="sum")
+    for xs, ts in zip(x.split(6), t.split(6), strict=True):
+        loss_on(xs, ts, weight=len(xs))(model).backward()
+    before, grads = weights(model), corrected(model, loss_on(x, t, weight=len(x)), samples=1)
+    optimizer.step()
+    assert_stepped(model, before, grads)
+
+
+@pytest.mark.parametrize("kind", ["wide", "conv"])
+@pytest.mark.parametrize("split", [[5, 5, 5, 5], [3, 8, 1, 8]], ids=str)
+def test_micro_batches_clipped_at_the_end(kind, split):
+    model, x, t = build(kind, batch=20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    consequent.attach(optimizer, model, damping=DAMPING)
+    for xs, ts in zip(x.split(split), t.split(split), strict=True):
+        loss_on(xs, ts, weight=len(xs) / len(x))(model).backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    assert norm > 0.1
+    before, grads = weights(model), corrected(model, loss_on(x, t), samples=len(x))
+    optimizer.step()
+    assert_stepped(model, before, {n: g * 0.1 / (norm + 1e-6) for n, g in grads.items()})

@@ -1,0 +1,1 @@
+"""Models of all kinds against what an unattached copy of them gives, one concern per file."""

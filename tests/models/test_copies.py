@@ -1,0 +1,136 @@
+"""Copies and pickles of a hooked model: they do not feed the original, and can be attached themselves."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from models.expected import check_same, expected_backward, half_squares, twin_of
+from torch import nn
+
+import consequent
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Tanh(), nn.Linear(12, 3)).double()
+
+
+def through_torch_save(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIERS = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": through_torch_save,
+}
+
+
+@pytest.fixture(params=COPIERS)
+def copier(request):
+    return COPIERS[request.param]
+
+
+@pytest.fixture
+def x():
+    return torch.randn(5, 2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def expected_step(twin, compute_loss, samples, damping=0.01, lr=0.1):
+    twin.zero_grad()
+    expected_backward(twin, compute_loss, samples, damping)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter -= lr * parameter.grad
+
+
+def test_passes_through_the_copy_do_not_feed_the_original(copier, x):
+    model = make_model()
+    twin = twin_of(model)
+    optimizer = consequent.CSGD(model, lr=0.1)
+    half_squares(model(x)).backward()
+    average = copier(model)
+    half_squares(average(3 * x + 1)).backward()  # between backward and step
+    optimizer.step()
+    expected_step(twin, lambda m: half_squares(m(x)), 5)
+    check_same(model, twin)
+    # and before the forward pass
+    half_squares(average(2 * x)).backward()
+    optimizer.zero_grad()
+    half_squares(model(x)).backward()
+    optimizer.step()
+    expected_step(twin, lambda m: half_squares(m(x)), 5)
+    check_same(model, twin)
+
+
+def test_the_copy_made_in_the_middle_of_a_step_has_plain_gradients(copier, x):
+    model = make_model()
+    optimizer = consequent.CSGD(model, lr=0.1)
+    half_squares(model(x)).backward()
+    average, twin = copier(model), twin_of(make_model())
+    optimizer.step()
+    average.zero_grad()
+    twin.zero_grad()
+    half_squares(average(x)).backward()
+    half_squares(twin(x)).backward()
+    for parameter, plain in zip(average.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(parameter.grad, plain.grad)
+
+
+def test_the_copy_can_be_attached_itself(copier, x):
+    model = make_model()
+    twin = twin_of(model)
+    original = consequent.CSGD(model, lr=0.1)
+    other = copier(model)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    consequent.attach(optimizer, other, damping=0.5)
+    half_squares(other(x)).backward()
+    half_squares(model(2 * x)).backward()
+    optimizer.step()
+    original.step()
+    twins = twin, twin_of(twin)
+    expected_step(twins[0], lambda m: half_squares(m(2 * x)), 5)
+    expected_step(twins[1], lambda m: half_squares(m(x)), 5, damping=0.5)
+    check_same(model, twins[0])
+    check_same(other, twins[1])
+
+
+def test_an_averaged_model_keeps_the_average_of_corrected_weights(x):
+    model = make_model()
+    twin = twin_of(model)
+    optimizer = consequent.CSGD(model, lr=0.1)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    twin_average = torch.optim.swa_utils.AveragedModel(twin)
+    for _ in range(3):
+        optimizer.zero_grad()
+        half_squares(model(x)).backward()
+        optimizer.step()
+        average.update_parameters(model)
+        average(x)
+        expected_step(twin, lambda m: half_squares(m(x)), 5)
+        twin_average.update_parameters(twin)
+    check_same(average, twin_average)
+
+
+def test_hooks_do_not_pile_up_over_generations(copier):
+    """Saving and resuming again and again must not make the model slower each time."""
+    model = make_model()
+    for _ in range(4):
+        consequent.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        model = copier(model)
+    assert len(model[0]._forward_hooks) <= 1
+
+
+def test_a_copy_that_is_attached_and_detached_has_no_hooks():
+    model = make_model()
+    consequent.CSGD(model, lr=0.1)
+    other = copy.deepcopy(model)
+    consequent.attach(torch.optim.SGD(other.parameters(), lr=0.1), other).detach()
+    for module in other.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
