@@ -89,7 +89,7 @@ def test_zero_damping_is_the_pseudo_inverse(name, dtype):
 
 
 def test_a_failed_factorisation_is_repeated_in_float64():
-    """Samples on one line, λ below the rounding errors of their float32 Gram matrix; the rows are there to try again."""
+    """Samples on one line, λ below the rounding errors of their float32 Gram matrix; the rows are still there."""
     torch.manual_seed(0)
     layer, x, output_grad = nn.Linear(100, 2), 10 * torch.randn(32, 1) @ torch.randn(1, 100), torch.randn(32, 2)
     correction = consequent.Consequentialism(layer, damping=1e-3, loss_reduction="sum")

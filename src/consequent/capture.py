@@ -9,7 +9,7 @@ layer is recorded only if that backward pass adds to ``.grad``.
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,14 @@ from consequent.autograd import (
 )
 from consequent.layers import Layer
 from consequent.record import Entry, Record, Use
+
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def _not_compiled(function: F) -> F:
+    """Keep ``torch.compile`` out of a hook: it breaks the graph there and goes on behind it."""
+    reason = "consequent watches this layer: compile without fullgraph=True, or exclude the layer"
+    return cast(F, torch.compiler.disable(function, reason=reason))
 
 
 class Capture:
@@ -46,27 +54,28 @@ class Capture:
         self.wants = wants  # is this parameter to be corrected?
         self.reducible = reducible  # may a second moment stand for the inputs of this weight?
         self.keep_rows = keep_rows
-        self.misbehaving: dict[str, str] = {}  # layers whose forward is not what their class says
+        self.misbehaving: dict[nn.Module, str] = {}  # layers whose forward is not what their class says
         self.before_entry = before_entry  # called when samples are about to enter the model
         self.is_installed = True
         self.layers: dict[str, Layer] = {}
         self.names: dict[nn.Module, str] = {}
         self._containers: set[nn.Module] = set()
         self._open_entries: list[tuple[nn.Module, Entry | None]] = []
+        self._without_graph: dict[Layer, list[Entry]] = {}
         self._running: dict[int, list[Record]] = {}  # backward passes under way, and the records they fill
         self._handles: list[RemovableHandle] = []
         self.extend(named_layers)
 
     def extend(self, named_layers: Mapping[str, Layer]) -> None:
         """Hook into the layers that are not hooked yet, and forget those that are gone."""
-        hooked = set(self.layers.values())
-        for name, layer in named_layers.items():
-            if layer not in hooked:
-                hook = LayerHook(self, layer, name)
-                self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
+        for layer in set(named_layers.values()) - set(self.layers.values()):
+            _drop_inert_hooks(layer)
+            hook = LayerHook(self, layer)
+            self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
         self.layers = dict(named_layers)
         self.names = {layer: name for name, layer in named_layers.items()}
         for container in _containers(self.model, set(named_layers.values())) - self._containers:
+            _drop_inert_hooks(container)
             enter, leave = EntryHook(self._enter), EntryHook(self._leave)
             self._handles.append(container.register_forward_pre_hook(enter, with_kwargs=True))
             self._handles.append(container.register_forward_hook(leave, with_kwargs=True, always_call=True))
@@ -82,6 +91,7 @@ class Capture:
 
     def clear(self) -> None:
         """Forget what was captured."""
+        self._without_graph.clear()
         for record in self.records.values():
             record.clear()
 
@@ -106,14 +116,30 @@ class Capture:
 
     def entry_for(self, layer: Layer, inputs: Tensor) -> Entry:
         """The entry of samples during which the layer is called."""
-        entry = self._open_entries[0][1] if self._open_entries else None
+        recomputed = self._entry_recomputed(layer)
+        entry = recomputed or (self._open_entries[0][1] if self._open_entries else None)
         if entry is None:
             if not self._open_entries:
                 self._prepare_for_entry()
-            return Entry(layer, inputs.shape[0] if layers.is_batched(layer, inputs) else 1, inputs.ndim)
-        if not layers.is_batched(layer, inputs) and inputs.ndim == entry.ndim:
+            return Entry(layer, inputs.shape[0] if layers.is_batched(layer, inputs) else 1, inputs.numel())
+        if not layers.is_batched(layer, inputs) and inputs.numel() == entry.elements:
             entry.samples = 1  # one sample without a leading dimension entered the model
         return entry
+
+    def note_call_without_graph(self, layer: Layer) -> None:
+        """Reentrant checkpointing calls a layer without a graph, and again in the backward pass, outside of the model.
+
+        The second call belongs to the entry of the first.
+        """
+        entry = self._open_entries[0][1] if self._open_entries else None
+        if entry is not None and entry.builds_graph:  # otherwise an evaluation
+            self._without_graph.setdefault(layer, []).append(entry)
+
+    def _entry_recomputed(self, layer: Layer) -> Entry | None:
+        entries = self._without_graph.get(layer)
+        if not entries or backward_pass_id() == -1:
+            return None
+        return entries.pop() if len(entries) > 1 else entries[0]  # the backward pass goes through the calls in reverse
 
     def _prepare_for_entry(self) -> None:
         if backward_pass_id() == -1:
@@ -143,7 +169,7 @@ class Capture:
             if not record.is_empty:
                 record.mark_accumulated()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_not_compiled
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._open_entries and self._open_entries[0][0] is module:
             self._open_entries = []  # an interrupted call (Ctrl-C) never left
@@ -151,10 +177,10 @@ class Capture:
         if not self._open_entries:
             self._prepare_for_entry()
             tensor = first_tensor((args, kwargs))
-            entry = None if tensor is None else Entry(module, tensor.shape[0], tensor.ndim)
+            entry = None if tensor is None else Entry(module, tensor.shape[0], tensor.numel())
         self._open_entries.append((module, entry))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_not_compiled
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         while self._open_entries:
             if self._open_entries.pop()[0] is module:
@@ -176,6 +202,13 @@ def _make_inert_hook() -> Callable[..., None]:
     return _inert_hook
 
 
+def _drop_inert_hooks(module: nn.Module) -> None:
+    """Copies of copies would gather them."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for key in [key for key, hook in hooks.items() if hook is _inert_hook]:
+            hooks.pop(key)
+
+
 class EntryHook(_Uncopyable):
     """A hook on a module that contains layers."""
 
@@ -190,23 +223,27 @@ class EntryHook(_Uncopyable):
 class LayerHook(_Uncopyable):
     """The forward hook on one layer."""
 
-    def __init__(self, capture: Capture, layer: Layer, name: str) -> None:
+    def __init__(self, capture: Capture, layer: Layer) -> None:
         self.capture = capture
         self.layer = layer
-        self.name = name
         self.is_checked = False
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """The layer was called."""
-        if module is not self.layer or self.name in self.capture.misbehaving:
+        if module is not self.layer or module in self.capture.misbehaving:
             return  # (a replica of nn.DataParallel is not the layer)
-        if transforms_are_active() or not isinstance(output, Tensor) or not output.requires_grad:
+        if transforms_are_active() or not isinstance(output, Tensor):
+            return
+        if not output.requires_grad:
+            self.capture.note_call_without_graph(self.layer)
             return
         inputs = args[0] if args else next(iter(kwargs.values()))
         if not isinstance(inputs, Tensor):
             return
-        if not self.is_checked and not self._behaves(inputs, output):
+        reason = self._why_not(inputs, output)
+        if reason is not None:
+            self.capture.misbehaving[module] = reason
             return
         weight, bias = _trainable(self.layer, "weight"), _trainable(self.layer, "bias")
         if weight is not None and not self.capture.wants(weight):
@@ -224,16 +261,26 @@ class LayerHook(_Uncopyable):
             trains_weight=weight is not None,
             entry=self.capture.entry_for(self.layer, inputs),
             rows=layers.count_rows(self.layer, output),
+            dtype=output.dtype,
             kept_inputs=None if weight is None else Kept(inputs),
         )
-        accumulator = gradient_accumulator(use.key)
+        accumulators = [gradient_accumulator(parameter) for parameter in (weight, bias) if parameter is not None]
         capture = self.capture
 
         def output_grad_arrived(grad: Tensor) -> None:
-            if will_accumulate(accumulator):
+            if any(will_accumulate(accumulator) for accumulator in accumulators):
                 capture.output_grad_arrived(use, grad)
 
         output.register_hook(output_grad_arrived)
+
+    def _why_not(self, inputs: Tensor, output: Tensor) -> str | None:
+        """Why the layer is not the matrix product that its class promises, if it is not."""
+        if "weight" not in self.layer._parameters or ("bias" not in self.layer._parameters):
+            return "it was parametrised or pruned after attaching"
+        if self.is_checked or self._behaves(inputs, output):
+            return None
+        kind = next(t.__name__ for t in layers.LAYER_TYPES if isinstance(self.layer, t))
+        return f"its forward does not compute what nn.{kind} computes"
 
     def _behaves(self, inputs: Tensor, output: Tensor) -> bool:
         """Compare the first output with what the layer's class computes; subclasses may compute anything."""
@@ -248,15 +295,11 @@ class LayerHook(_Uncopyable):
                 difference, scale = torch.tensor(1.0), torch.tensor(1.0)
             else:
                 difference, scale = (expected - actual).abs().max(), expected.abs().max()
-            if not (difference.isfinite() and scale.isfinite()):
+            if not (difference.isfinite() and scale.isfinite()) or (scale == 0 and difference == 0):
                 return True  # says nothing; look again at the next batch
             tolerance = {torch.float64: 1e-9, torch.float32: 2e-3}.get(output.dtype, 5e-2)
         self.is_checked = True
-        if difference > tolerance * scale:
-            kind = next(t.__name__ for t in layers.LAYER_TYPES if isinstance(self.layer, t))
-            self.capture.misbehaving[self.name] = f"its forward does not compute what nn.{kind} computes"
-            return False
-        return True
+        return bool(difference <= tolerance * scale)
 
 
 def first_tensor(value: Any) -> Tensor | None:

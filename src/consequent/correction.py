@@ -1,9 +1,6 @@
 """Consequentialism: the object that is attached to an optimiser and rewrites the gradients before each step."""
 
-import math
-import warnings
 import weakref
-from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, Unpack
 
@@ -13,14 +10,16 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from consequent.capture import Capture
-from consequent.counters import Counters, Tally
+from consequent.counters import Counters
 from consequent.describe import describe
-from consequent.errors import ConsequentWarning, LinAlgError, NonFiniteError
 from consequent.foresight import Foresight, Watch
+from consequent.groups import Groups
 from consequent.guards import refuse_corrected_before, refuse_uncaptured, uncaptured_layers
 from consequent.layers import Layer
 from consequent.record import Record
-from consequent.selection import Patterns, select_layers
+from consequent.reports import Reports
+from consequent.ridge import check_damping
+from consequent.selection import Patterns, listed, select_layers
 from consequent.settings import Damping, LossReduction, Options, check_loss_reduction, loss_divisor
 from consequent.update import Update, consequentialist_update
 
@@ -91,34 +90,31 @@ class Consequentialism:
         check: bool = False,
         foresight: bool = False,
     ) -> None:
-        Damping.chosen(damping, relative_damping)  # raises if they make no sense
+        default = _default_damping(damping, relative_damping)
         check_loss_reduction(loss_reduction)
         self.model = model
-        self.damping = damping
-        self.relative_damping = relative_damping
+        self._damping = damping
+        self._relative_damping = relative_damping
         self.loss_reduction = loss_reduction
-        self.include = include
-        self.exclude = exclude
-        self.check = check
+        self.include = None if include is None else listed(include, "include")
+        self.exclude = listed(exclude, "exclude")
         self.keeps_foresight = foresight
-        self._optimizer: weakref.ref[Optimizer] | None = None
-        self._groups: dict[Tensor, dict[str, Any]] = {}
-        self._groups_seen: tuple[int, ...] = ()
+        self._groups = Groups(model, default)
         self._hooks: list[RemovableHandle] = []
-        self._tally = Tally()
-        self._warned: set[str] = set()
+        self._reports = Reports(check=check)
         self._sides: dict[Tensor, str] = {}
         self._withheld: list[tuple[Tensor, Tensor]] = []  # gradients kept from the optimiser while it steps
-        self._skip_next = False  # step() by hand met NaN or inf
+        self._skip_next = False  # the gradients now in .grad hold NaN or inf
         self._watch: Watch | None = None
         self._foresight: Foresight | None = None
-        selection = select_layers(model, include, exclude)
+        selection = select_layers(model, self.include, self.exclude)
         self._plain = selection.plain
+        self._uncaptured: dict[str, str] = {}
         self._capture = Capture(
             model,
             selection.corrected,
-            wants=self._owns,
-            reducible=lambda parameter: self._damping_of(parameter).value > 0,
+            wants=self._groups.owns,
+            reducible=lambda parameter: self._groups.damping_of(parameter).value > 0,
             keep_rows=foresight,
             before_entry=self._notice_new_parameters,
         )
@@ -127,15 +123,13 @@ class Consequentialism:
 
     # ---- attaching ----------------------------------------------------------------------------------------------
 
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """The optimiser this is attached to."""
-        return None if self._optimizer is None else self._optimizer()
-
     def attach(self, optimizer: Optimizer) -> "Consequentialism":
         """Correct the gradients at every ``optimizer.step()`` from now on."""
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+            raise TypeError(
+                f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}; the order is "
+                "consequent.attach(optimizer, model)"
+            )
         if isinstance(optimizer, LBFGS):
             raise TypeError(
                 "LBFGS cannot be made consequentialist: its line search and its curvature estimate need the gradient "
@@ -157,9 +151,7 @@ class Consequentialism:
                 f"this {type(optimizer).__name__} is attached to these layers already: they would be corrected twice. "
                 "Keep the first correction, or detach() it."
             )
-        # Weakly: an optimiser that is thrown away takes its hooks on the model with it.
-        self._optimizer = weakref.ref(optimizer, lambda _: self._capture.remove())
-        self._read_groups()
+        self._groups.take(optimizer, when_gone=self._capture.remove)  # its hooks on the model go with it
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -173,7 +165,7 @@ class Consequentialism:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._optimizer = None
+        self._groups.take(None, when_gone=self._capture.remove)
         self._capture.remove()
 
     # ---- stepping -----------------------------------------------------------------------------------------------
@@ -192,7 +184,7 @@ class Consequentialism:
             )
         if not self._correct():
             self._skip_next = True
-            for parameter in self._parameters():
+            for parameter in self._groups.parameters():
                 if parameter.grad is not None:
                     parameter.grad.zero_()
 
@@ -220,19 +212,22 @@ class Consequentialism:
         self._withheld = []
         for record in self._capture.records.values():
             record.mark_corrected()  # some optimisers write to .grad
-        if self._watch is not None:
-            self._foresight, self._watch = self._watch.compare(), None
+        self._foresight = None if self._watch is None else self._watch.compare()
+        self._watch = None
 
     def _correct_or_withhold(self) -> None:
+        self._groups.read_again()
         if self._capture.filled_records():
             must_skip = not self._correct()
         else:
-            must_skip, self._skip_next = self._skip_next, False
+            must_skip = self._skip_next
             if not must_skip:
-                refuse_uncaptured(self._capture, self._owns)
+                refuse_uncaptured(self._capture, self._groups.owns)
+                self._warn_of_misbehaving()
         if must_skip:
             # An optimiser leaves parameters without a gradient alone: no step, no decay, no momentum.
-            self._withheld = [(p, p.grad) for p in self._parameters() if p.grad is not None]
+            self._skip_next = True  # until there are new gradients
+            self._withheld = [(p, p.grad) for p in self._groups.parameters() if p.grad is not None]
             for parameter, _ in self._withheld:
                 parameter.grad = None
 
@@ -245,40 +240,51 @@ class Consequentialism:
             self._list_uncaptured(records)
             divisor = loss_divisor(self.loss_reduction, self._capture.samples())
             updates = [self._update_of(record) for record in records]
+            records, updates = self._leave_out_foreign(records, updates)
             finite = self._all_finite(records, updates)
-            self._tally.add("steps")
+            self._reports.add("steps")
             if finite is False:
                 return False
             for record, update in zip(records, updates, strict=True):
-                self._note(record, update)
+                self._reports.updated(self._capture.names[record.layer], update)
+                self._sides[record.weight] = update.side
             if self.keeps_foresight:
-                self._watch = Watch(records, self._capture.names, lambda r: divisor * self._learning_rate(r))
+                self._watch = Watch(records, self._capture.names, self._groups.learning_rate_of, divisor)
             for update in updates:
                 for parameter, gradient in update.gradients:
                     assert parameter.grad is not None
                     scaled = gradient * divisor
                     parameter.grad.copy_(scaled if finite is True else torch.where(finite, scaled, 0))
-            for record in records:
-                record.mark_corrected()
+            for record, update in zip(records, updates, strict=True):
+                record.mark_corrected([parameter for parameter, _ in update.gradients])
             return True
         finally:
             self._capture.clear()
 
     def _update_of(self, record: Record) -> Update:
-        damping = self._damping_of(record.first_use.key)
+        damping = self._groups.damping_of(record.first_use.key)
         return consequentialist_update(record, damping, may_wait=self._may_wait(record.weight))
+
+    def _leave_out_foreign(self, records: list[Record], updates: list[Update]) -> tuple[list[Record], list[Update]]:
+        """Layers with a forward of their own that, by their gradient, is no matrix product after all stay plain."""
+        for record, update in zip(records, updates, strict=True):
+            if update.foreign:
+                self._capture.misbehaving[record.layer] = "its gradient is not the one its inputs explain"
+        self._warn_of_misbehaving()
+        kept = [(r, u) for r, u in zip(records, updates, strict=True) if not u.foreign]
+        return [r for r, _ in kept], [u for _, u in kept]
 
     def _all_finite(self, records: list[Record], updates: list[Update]) -> bool | Tensor:
         """Whether the step may be taken; on a GPU that is not waited for, a tensor (and plain gradients are zeroed)."""
         corrected = {p for update in updates for p, _ in update.gradients}
-        plain = [(p, p.grad) for p in self._parameters() if p.grad is not None and p not in corrected]
+        plain = [(p, p.grad) for p in self._groups.parameters() if p.grad is not None and p not in corrected]
         flags = [(repr(self._capture.names[r.layer]), u.finite) for r, u in zip(records, updates, strict=True)]
         flags += [("a layer that is not corrected", _is_finite(grad)) for _, grad in plain]
         found_inf = getattr(self.optimizer, "found_inf", None)  # a GradScaler's, with a fused optimiser
         bad = [name for name, flag in flags if self._may_wait(flag) and not flag]
         if bad:
             if found_inf is None or not bool(found_inf):  # otherwise the scaler knows, and skips the step itself
-                self._report_non_finite(list(dict.fromkeys(bad)))
+                self._reports.non_finite(list(dict.fromkeys(bad)))
             return False
         waiting = [flag for _, flag in flags if not self._may_wait(flag)]
         if not waiting:
@@ -288,95 +294,71 @@ class Consequentialism:
             if not grad.is_sparse:
                 grad.masked_fill_(~finite, 0)
         if found_inf is None:
-            self._tally.add("skipped", (~finite).long())
+            self._reports.add("skipped", (~finite).long())
         return finite
 
-    # ---- reporting ----------------------------------------------------------------------------------------------
-
-    def _report_non_finite(self, names: list[str]) -> None:
-        where = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
-        message = f"NaN or inf in the inputs or gradients of layer {where}"
-        if self.check:
-            raise NonFiniteError(message + ". No weight was changed. Look at this batch and at the loss.")
-        self._tally.add("skipped")
-        self._warn_once("skipped", message + ". The step was skipped, with all weights left as they were.")
-
-    def _note(self, record: Record, update: Update) -> None:
-        """Count and report what was not ordinary about an update."""
-        name = self._capture.names[record.layer]
-        self._sides[record.weight] = update.side
-        self._tally.add("rescued", update.rescued)
-        if not isinstance(update.fallen_back, Tensor) and update.fallen_back:
-            message = (
-                f"layer {name!r}: the Gram matrix plus damping could not be factorised, not even in float64; "
-                "raise the damping"
-            )
-            if self.check:
-                raise LinAlgError(message + ". No weight was changed.")
-            self._warn_once(f"fallen back {name}", message + ". It got a shortened plain gradient instead.")
-        self._tally.add("fallen_back", update.fallen_back)
-        if update.edited:
-            self._tally.add("edited")
-            self._warn_once(
-                f"edited {name}",
-                f"layer {name!r}: its gradient is not the one its inputs explain (clipped by value, a penalty on the "
-                "weights, a second use of the weight outside of the layer?). It is corrected as it is, in float64; "
-                "the part that no input explains is divided by the damping, which makes it large. Use weight_decay "
-                "instead of a penalty, clip_grad_norm_ instead of clip_grad_value_, or exclude the layer.",
-            )
-
     def _list_uncaptured(self, records: list[Record]) -> None:
-        for name in uncaptured_layers(records, self._capture, self._owns):
-            self._capture.misbehaving[name] = "its weight got a gradient without the layer being called"
-        for name, reason in self._capture.misbehaving.items():
-            self._warn_once(f"misbehaving {name}", f"layer {name!r} keeps its plain gradient: {reason}")
+        for name in uncaptured_layers(records, self._capture, self._groups.owns):
+            self._uncaptured[name] = (
+                "its weight got a gradient without the layer being called (or it was compiled before attaching)"
+            )
+            self._reports.left_plain(name, self._uncaptured[name])
+        for record in records:
+            self._uncaptured.pop(self._capture.names[record.layer], None)
+        self._warn_of_misbehaving()
 
-    def _warn_once(self, key: str, message: str) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            warnings.warn(message, ConsequentWarning, stacklevel=2)
+    def _warn_of_misbehaving(self) -> None:
+        for layer, reason in self._capture.misbehaving.items():
+            if layer in self._capture.names:
+                self._reports.left_plain(self._capture.names[layer], reason)
 
     # ---- settings -----------------------------------------------------------------------------------------------
 
-    def _damping_of(self, parameter: Tensor) -> Damping:
-        group = self._groups.get(parameter, {})
-        own = Damping.chosen(group.get("damping"), group.get("relative_damping"), " (in a parameter group)")
-        default = Damping.chosen(self.damping, self.relative_damping)
-        assert default is not None
-        return own or default
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimiser this is attached to."""
+        return self._groups.optimizer
 
-    def _learning_rate(self, record: Record) -> float:
-        rate = float(self._groups.get(record.first_use.key, {}).get("lr", math.nan))
-        grad_scale = getattr(self.optimizer, "grad_scale", None)  # a fused optimiser with a GradScaler
-        return rate if grad_scale is None else rate / float(grad_scale)
+    @property
+    def damping(self) -> float:
+        """λ. Setting it changes all parameter groups that have no damping of their own."""
+        return self._damping
+
+    @damping.setter
+    def damping(self, damping: float) -> None:
+        self._change_default(damping, self._relative_damping)
+
+    @property
+    def relative_damping(self) -> float | None:
+        """λ as a fraction of the inputs' mean squared norm; None if it is absolute. May be set, like ``damping``."""
+        return self._relative_damping
+
+    @relative_damping.setter
+    def relative_damping(self, relative_damping: float | None) -> None:
+        self._change_default(self._damping, relative_damping)
+
+    def _change_default(self, damping: float, relative_damping: float | None) -> None:
+        self._groups.change_default(_default_damping(damping, relative_damping))
+        self._damping, self._relative_damping = damping, relative_damping
+
+    @property
+    def check(self) -> bool:
+        """Whether NaN, inf and failed factorisations raise. May be set."""
+        return self._reports.check
+
+    @check.setter
+    def check(self, check: bool) -> None:
+        self._reports.check = check
 
     def _may_wait(self, tensor: Tensor) -> bool:
         return self.check or tensor.device.type == "cpu"
 
-    def _owns(self, parameter: Tensor) -> bool:
-        return self._optimizer is None or parameter in self._groups
-
     def _layer_parameters(self) -> set[Tensor]:
         return {p for layer in self._capture.layers.values() for p in layer.parameters(recurse=False)}
 
-    def _parameters(self) -> Iterable[Tensor]:
-        if self.optimizer is None:
-            return self.model.parameters()
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def _read_groups(self) -> None:
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        self._groups_seen = tuple(len(group["params"]) for group in groups)
-        self._groups = {p: group for group in groups for p in group["params"]}
-
     def _notice_new_parameters(self) -> None:
-        """Before samples enter the model: a parameter group, perhaps a new layer, was added, or a state dict loaded."""
-        if self.optimizer is None:
-            return
-        groups = self.optimizer.param_groups
-        known = self._groups.get(groups[0]["params"][0]) if groups and groups[0]["params"] else None
-        if tuple(len(group["params"]) for group in groups) != self._groups_seen or (known is not groups[0]):
-            self._read_groups()
+        """Before samples enter the model: a group was added, a layer replaced, a state dict loaded?"""
+        if self._groups.read_again():
             selection = select_layers(self.model, self.include, self.exclude)
             self._plain = selection.plain
             self._capture.extend(selection.corrected)
@@ -388,26 +370,44 @@ class Consequentialism:
         if not self.keeps_foresight:
             raise RuntimeError("foresight is off: attach with foresight=True (it costs memory and time)")
         if self._foresight is None:
-            raise RuntimeError("there is no step to look at yet: foresight() looks at the last optimizer.step()")
+            raise RuntimeError(
+                "there is no step to look at yet, or the last one was skipped: foresight() looks at the last "
+                "optimizer.step()"
+            )
         return self._foresight
 
     @property
     def counters(self) -> Counters:
         """What happened so far. On a GPU, reading it waits for the device."""
-        return self._tally.read()
+        return self._reports.read()
 
     @property
     def corrected(self) -> dict[str, Layer]:
         """The layers that are corrected, by name."""
-        return {name: layer for name, layer in self._capture.layers.items() if name not in self.plain}
+        plain = self.plain
+        return {name: layer for name, layer in self._capture.layers.items() if name not in plain}
 
     @property
     def plain(self) -> dict[str, str]:
         """The modules that keep their plain gradient, by name, and why."""
-        return {**self._plain, **self._capture.misbehaving}
+        reasons = dict(self._plain)
+        for name, layer in self._capture.layers.items():
+            parameters = list(layer.parameters(recurse=False))
+            if layer in self._capture.misbehaving:
+                reasons[name] = self._capture.misbehaving[layer]
+            elif name in self._uncaptured:
+                reasons[name] = self._uncaptured[name]
+            elif not any(parameter.requires_grad for parameter in parameters):
+                reasons[name] = "frozen"
+            elif not any(self._groups.owns(parameter) for parameter in parameters):
+                reasons[name] = "not among the optimiser's parameters"
+        return reasons
 
     def __repr__(self) -> str:
         return describe(self, self._sides)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copied or pickled model has no correction: attach to the copy
 
     def state_dict(self) -> dict[str, Any]:
         """Settings and counters; the optimiser's own state, group dampings included, is in its own state dict."""
@@ -424,14 +424,22 @@ class Consequentialism:
         missing = {"damping", "relative_damping", "loss_reduction", "counters"} - set(state)
         if missing:
             raise ValueError(f"not a state dict of Consequentialism: {sorted(missing)} missing")
-        Damping.chosen(state["damping"], state["relative_damping"])  # raises before anything is changed
+        _default_damping(state["damping"], state["relative_damping"])  # raises before anything is changed
         counters = Counters(**state["counters"])
         if state["loss_reduction"] is not None:
             check_loss_reduction(state["loss_reduction"])
             self.loss_reduction = state["loss_reduction"]
-        self.damping, self.relative_damping = state["damping"], state["relative_damping"]
-        self._tally.restore(counters)
+        self._change_default(state["damping"], state["relative_damping"])
+        self._reports.restore(counters)
+
+
+def _default_damping(damping: float, relative_damping: float | None) -> Damping:
+    check_damping(damping)
+    chosen = Damping.chosen(damping, relative_damping)
+    assert chosen is not None
+    return chosen
 
 
 def _is_finite(grad: Tensor) -> Tensor:
-    return (grad.coalesce().values() if grad.is_sparse else grad).sum().isfinite()
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    return values.sum(dtype=torch.promote_types(grad.dtype, torch.float32)).isfinite()

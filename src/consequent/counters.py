@@ -1,6 +1,6 @@
 """Counts of what is not an ordinary step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -12,8 +12,7 @@ class Counters:
     Attributes:
         steps: corrected steps, skipped ones included.
         skipped: steps not taken because NaN or inf was met (on a GPU, unless ``check=True``, gradients were zeroed).
-        rescued: factorisations that failed in float32 and succeeded in float64, with the damping raised to the level
-            of float32's rounding.
+        rescued: factorisations that failed, or lost nearly all digits, in float32 and were repeated in float64.
         fallen_back: factorisations that failed there too; the layer got a shortened plain gradient.
         edited: gradients that were no longer ``ΔZ Xᵀ`` at the step, corrected through a float64 solve.
     """
@@ -48,7 +47,7 @@ class Tally:
         waiting, self._waiting = self._waiting, []
         for name, count in waiting:
             self.add(name, int(count))
-        return self._counters
+        return replace(self._counters)
 
     def restore(self, counters: Counters) -> None:
         """Start again from saved counts."""

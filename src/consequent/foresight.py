@@ -61,7 +61,8 @@ class Watch:
         self,
         records: list[Record],
         names: Mapping[nn.Module, str],
-        step_sizes: Callable[[Record], float],  # μ times the loss's divisor, for each record
+        learning_rate_of: Callable[[Tensor], float],  # μ
+        divisor: float,  # the loss's
     ) -> None:
         self.before: dict[Tensor, Tensor] = {}
         self.watched: list[_Watched] = []
@@ -69,13 +70,12 @@ class Watch:
             for parameter in (record.weight, *record.biases):
                 self.before[parameter] = parameter.detach().clone()
             uses = [*record.reduced, *record.uses]
-            scale = step_sizes(record) * _scale_of_grad(record, uses)
+            scale = divisor * learning_rate_of(record.first_use.key) * _scale_of_grad(uses)
             for use in uses:
                 assert use.output_grad is not None
                 plain = _output_change(use, use.inputs, lambda parameter: parameter.grad)
-                self.watched.append(
-                    _Watched(use, names[use.layer], use.inputs, -scale * use.output_grad.float(), -plain)
-                )
+                wanted = -scale * use.output_grad.to(plain.dtype)
+                self.watched.append(_Watched(use, names[use.layer], use.inputs, wanted, -plain))
 
     def compare(self) -> Foresight:
         """After the step: what its weight change does to the outputs."""
@@ -111,32 +111,40 @@ def _output_change(use: Use, inputs: Tensor | None, change: Callable[[Tensor], T
         shape = [1] * use.output_grad.ndim
         channel_dim = -1 - layers.spatial_dims(use.layer)
         shape[channel_dim] = -1
-        zero = torch.zeros_like(use.output_grad, dtype=torch.float32)
+        zero = torch.zeros_like(use.output_grad, dtype=torch.promote_types(use.dtype, torch.float32))
         return zero if bias is None else zero + bias.view(shape)
     return layers.apply(use.layer, inputs.to(weight.dtype), weight, bias)
 
 
-def _scale_of_grad(record: Record, uses: list[Use]) -> float:
+def _scale_of_grad(uses: list[Use]) -> float:
     """The factor by which ``.grad`` differs from ``ΔZᵀX``: 1 but for loss scaling, clipping, averaging over ranks."""
-    if not uses[0].trains_weight or record.weight.grad is None:
-        return 1.0
-    plain = torch.zeros_like(record.weight)
+    products = squares = 0.0
+    for parameter, plain in _plain_gradients(uses).items():
+        if parameter.grad is not None:
+            products += float((plain * parameter.grad).sum())
+            squares += float(plain.square().sum())
+    return products / squares if squares > 0 else 1.0
+
+
+def _plain_gradients(uses: list[Use]) -> dict[Tensor, Tensor]:
+    gradients: dict[Tensor, Tensor] = {}
     for use in uses:
-        assert use.inputs is not None
         assert use.output_grad is not None
-        with torch.enable_grad():
-            weight = record.weight.detach().requires_grad_()
-            outputs = layers.apply(use.layer, use.inputs.to(weight.dtype), weight, None)
-        plain += torch.autograd.grad(outputs, weight, use.output_grad.to(outputs.dtype))[0]
-    squared = plain.square().sum()
-    return float((plain * record.weight.grad).sum() / squared) if squared > 0 else 1.0
+        if use.inputs is not None:
+            plain = layers.weight_gradient(use.layer, use.inputs, use.output_grad)
+            gradients[use.weight] = gradients.get(use.weight, torch.zeros_like(plain)) + plain
+        if use.bias is not None:
+            plain = layers.bias_gradient(use.layer, use.output_grad)
+            gradients[use.bias] = gradients.get(use.bias, torch.zeros_like(plain)) + plain
+    return gradients
 
 
 def _interference(call: _Watched) -> Tensor:
     if call.inputs is None:
         samples = layers.as_batch(call.use.layer, call.wanted).shape[0]
         return call.wanted.new_full((samples, samples), call.use.rows / max(samples, 1))
-    return layers.interference(call.use.layer, call.inputs.float(), ones=call.use.bias is not None)
+    inputs = call.inputs.to(torch.promote_types(call.inputs.dtype, torch.float32))
+    return layers.interference(call.use.layer, inputs, ones=call.use.bias is not None)
 
 
 def _norm(tensors: tuple[Tensor, ...]) -> float:

@@ -18,7 +18,8 @@ def refuse_corrected_before(records: Iterable[Record], capture: Capture, others:
                 f"layer {name!r}: this backward pass was added to a gradient that had been corrected already. "
                 "Call optimizer.zero_grad() between a step and the next backward pass."
             )
-        if any(record.weight in other.records and other.records[record.weight].left_untouched() for other in others):
+        theirs = [other.records[record.weight] for other in others if record.weight in other.records]
+        if any(other.has_just_corrected(parameter) for other in theirs for parameter in record.members):
             raise RuntimeError(
                 f"layer {name!r}: its gradient was corrected just now by another Consequentialism on the same model, "
                 "and would be corrected twice. Keep one of them and detach() the other."
@@ -28,11 +29,11 @@ def refuse_corrected_before(records: Iterable[Record], capture: Capture, others:
 def refuse_uncaptured(capture: Capture, owns: Callable[[Tensor], bool]) -> None:
     """Raise if there are gradients although no backward pass was seen, unless they were corrected before."""
     for name, layer in capture.layers.items():
-        if name in capture.misbehaving:
+        if layer in capture.misbehaving:
             continue
         record = capture.records.get(layer.weight)
         for parameter in layer.parameters(recurse=False):
-            if parameter.grad is None or not owns(parameter):
+            if not has_gradient(parameter) or not owns(parameter):
                 continue
             if record is None or not record.was_corrected(parameter):
                 raise RuntimeError(
@@ -47,5 +48,13 @@ def uncaptured_layers(records: Iterable[Record], capture: Capture, owns: Callabl
     seen = {record.weight for record in records}
     for name, layer in capture.layers.items():
         weight = layer.weight
-        if weight not in seen and name not in capture.misbehaving and weight.grad is not None and owns(weight):
+        if weight in seen or layer in capture.misbehaving or not owns(weight) or not has_gradient(weight):
+            continue
+        record = capture.records.get(weight)
+        if record is None or not record.was_corrected(weight):  # a gradient that nobody zeroed since the last step
             yield name
+
+
+def has_gradient(parameter: Tensor) -> bool:
+    """Whether there is a gradient that is not all zeros, as ``zero_grad(set_to_none=False)`` leaves it."""
+    return parameter.grad is not None and bool(parameter.grad.any())

@@ -24,6 +24,12 @@ LAYER_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 PATCH_ELEMENTS_AT_ONCE = 2**24
 
 
+def overrides_forward(layer: Layer) -> bool:
+    """Whether a subclass computes something of its own."""
+    base = next(kind for kind in LAYER_TYPES if isinstance(layer, kind))
+    return type(layer).forward is not base.forward
+
+
 def spatial_dims(layer: Layer) -> int:
     """0 for Linear, otherwise the d of Conv·d."""
     return 0 if isinstance(layer, nn.Linear) else len(layer.kernel_size)
@@ -98,6 +104,21 @@ def apply(layer: Layer, inputs: Tensor, weight: Tensor | None, bias: Tensor | No
     padded = pad(layer, as_batch(layer, inputs))
     outputs = convolve(padded, weight, bias, layer.stride, 0, layer.dilation, layer.groups)
     return outputs if is_batched(layer, inputs) else outputs.squeeze(0)
+
+
+def weight_gradient(layer: Layer, inputs: Tensor, output_grad: Tensor) -> Tensor:
+    """``ΔZᵀX`` in the shape of the weight, in float32 or better: what backpropagation computes."""
+    dtype = torch.promote_types(output_grad.dtype, torch.float32)
+    with torch.enable_grad():
+        weight = layer.weight.detach().to(dtype, copy=True).requires_grad_()
+        outputs = apply(layer, inputs.to(dtype), weight, None)
+    (gradient,) = torch.autograd.grad(outputs, weight, output_grad.to(dtype))
+    return gradient
+
+
+def bias_gradient(layer: Layer, output_grad: Tensor) -> Tensor:
+    """The sum of ``ΔZ`` over samples and positions: what backpropagation computes."""
+    return output_rows(layer, output_grad.to(torch.promote_types(output_grad.dtype, torch.float32))).sum(1).flatten()
 
 
 def interference(layer: Layer, inputs: Tensor, *, ones: bool) -> Tensor:

@@ -18,9 +18,9 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tenso
 class _Consequentialist(Optimizer):
     """What all of them share; stands before a torch optimiser among the bases.
 
-    ``damping`` lives in the parameter groups, beside ``lr``: a group may have its own, a scheduler may change it, and
-    it is saved in the state dict. A copy or a pickle takes the model along, since an optimiser without its model could
-    not foresee anything: copy or pickle both together, ``copy.deepcopy((model, optimizer))``, and they stay a pair.
+    ``damping`` lives in the parameter groups, beside ``lr``: a group may have its own, and it is saved in the state
+    dict. A copy or a pickle takes the model along, since an optimiser without its model could not foresee anything:
+    copy or pickle both together, ``copy.deepcopy((model, optimizer))``, and they stay a pair.
     """
 
     correction: Consequentialism
@@ -48,6 +48,8 @@ class _Consequentialist(Optimizer):
             "check": check,
             "foresight": foresight,
         }
+        if isinstance(params, int | float):
+            raise TypeError(f"{type(self).__name__}(model, {params}): the learning rate is a keyword, lr={params}")
         correction = Consequentialism(model, damping, **self._options)  # checks its arguments first
         try:
             super().__init__(model.parameters() if params is None else params, **options)
@@ -76,6 +78,11 @@ class _Consequentialist(Optimizer):
             return
         self._damping, self._options = state.pop("damping"), state.pop("options")
         super().__setstate__(state)
+        if "_modules" not in vars(model):
+            raise TypeError(
+                f"{type(model).__name__} holds its own {type(self).__name__}: they cannot be copied or pickled. "
+                "Keep the optimiser outside of the model, or save both by their state_dict()."
+            )
         self.correction = Consequentialism(model, self._damping, **self._options).attach(self)
 
 

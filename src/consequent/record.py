@@ -4,6 +4,7 @@ Everything recorded is dropped as soon as ``.grad`` is found to have been emptie
 """
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +22,8 @@ class Entry:
 
     module: nn.Module
     samples: int
-    ndim: int
+    elements: int  # of the tensor that entered
+    builds_graph: bool = field(default_factory=torch.is_grad_enabled)
 
 
 @dataclass(eq=False)
@@ -34,6 +36,7 @@ class Use:
     trains_weight: bool
     entry: Entry
     rows: int
+    dtype: torch.dtype  # of the outputs: what the products were computed in
     kept_inputs: Kept | None  # None where the weight is not trained, and once nothing more needs them
     inputs: Tensor | None = None
     output_grad: Tensor | None = None
@@ -49,7 +52,10 @@ class Use:
 
 @dataclass
 class GradMark:
-    """Tells whether a ``.grad`` was replaced or written to since the mark was made."""
+    """Tells whether a ``.grad`` was replaced or written to since the mark was made.
+
+    No proof: ``GradScaler.unscale_`` and writing through ``.data`` leave no trace.
+    """
 
     tensor: "weakref.ref[Tensor] | None"
     version: int
@@ -87,7 +93,9 @@ class Record:
     corrected: list[tuple[Tensor, GradMark]] = field(default_factory=list)  # after the last correction
     edited: bool = False  # somebody wrote to .grad between two backward passes
     accumulated_on_corrected: bool = False
-    verified: bool = False  # the gradient was once found to be ΔZᵀX
+    verified: bool = False  # the gradient was once compared with ΔZᵀX
+    plain_gradient: Tensor | None = None  # ΔZᵀX for that comparison, where the rows are not kept
+    squared_output_grads: Tensor | None = None  # ‖ΔZ‖², likewise
 
     @property
     def layer(self) -> Layer:
@@ -100,9 +108,14 @@ class Record:
         return (self.reduced or self.uses)[0]
 
     @property
+    def members(self) -> list[Tensor]:
+        """The parameters that are solved for together."""
+        return [*([self.weight] if self.first_use.trains_weight else []), *self.biases]
+
+    @property
     def grad(self) -> Tensor | None:
-        """The gradient that the record follows."""
-        return self.first_use.key.grad
+        """The gradient that tells whether the uses are still in it: the weight's, or else a bias's."""
+        return next((member.grad for member in self.members if member.grad is not None), None)
 
     @property
     def features(self) -> int:
@@ -132,25 +145,31 @@ class Record:
     def clear(self) -> None:
         """Forget all uses."""
         self.biases, self.uses, self.reduced, self.moment = [], [], [], None
+        self.plain_gradient = self.squared_output_grads = None
         self.edited = self.accumulated_on_corrected = False
         self.accumulated, self.backward_pass = [], -1
 
     def begin_backward_pass(self, grad: Tensor | None) -> None:
-        """Before a backward pass adds to ``.grad``: is what was captured earlier still in there?"""
+        """Before a backward pass adds to ``.grad``: is what was captured earlier still in there?
+
+        Args:
+            grad: the gradient that the pass is going to add to.
+        """
+        if not self.is_empty:
+            grad = self.grad  # the same one, unless requires_grad changed in between
         if grad is None:
             self.clear()
         elif self.is_empty:
             marks = [mark for _, mark in self.corrected if mark.is_same_tensor(grad)]
             if marks:
-                # zero_grad(set_to_none=False) writes to the tensor; nobody wrote: nobody zeroed
-                self.accumulated_on_corrected = marks[0].holds(grad) or (not grad.is_cuda and bool(grad.any()))
+                self.accumulated_on_corrected = marks[0].holds(grad) if grad.is_cuda else bool(grad.any())
             else:
                 self.edited = True
-        elif not self.is_untouched():
-            if bool(grad.any()):
-                self.edited = True
-            else:
+        elif not grad.is_cuda or not self.is_untouched():  # on a GPU, look only if there is a reason to
+            if not bool(grad.any()):
                 self.clear()
+            elif not self.is_untouched():
+                self.edited = True
 
     def add(self, use: Use, output_grad: Tensor, *, reducible: bool, keep_rows: bool) -> None:
         """Add a use, or a further gradient of a use that is there already (``retain_graph``).
@@ -164,6 +183,8 @@ class Record:
         if use in self.uses or use in self.reduced:
             if use.output_grad is not None:
                 use.output_grad = use.output_grad + output_grad
+            if use in self.reduced and not self.verified and use.kept_inputs is not None:
+                self.add_plain_gradient(use, use.kept_inputs.get(), output_grad)
             return  # its inputs count once
         if not self.is_empty and self.first_use.trains_weight != use.trains_weight:
             raise RuntimeError(
@@ -193,9 +214,10 @@ class Record:
             self.moment = nn.functional.pad(self.moment, (0, grow, 0, grow))
         for use in self.uses:
             columns = self.columns_of(use)
-            if use.inputs is None:
-                part = self.moment.new_tensor(float(use.rows))  # of a constant 1
-            else:
+            if not self.verified and use.inputs is not None and use.output_grad is not None:
+                self.add_plain_gradient(use, use.inputs, use.output_grad)
+            part: Tensor | float = float(use.rows)  # of a constant 1
+            if use.inputs is not None:
                 part = second_moment(use.layer, use.inputs, ones=use.bias is not None)
             if len(columns) == size:
                 self.moment += part
@@ -207,6 +229,13 @@ class Record:
         self.reduced += self.uses
         self.uses = []
 
+    def add_plain_gradient(self, use: Use, inputs: Tensor, output_grad: Tensor) -> None:
+        """Keep what is needed to compare the gradient in ``.grad`` with ΔZᵀX."""
+        plain = layers.weight_gradient(use.layer, inputs, output_grad)
+        squared = output_grad.to(plain.dtype).square().sum()
+        self.plain_gradient = plain if self.plain_gradient is None else self.plain_gradient + plain
+        self.squared_output_grads = squared + (0 if self.squared_output_grads is None else self.squared_output_grads)
+
     def columns_of(self, use: Use) -> list[int]:
         """The columns of the input matrix that the use fills: the features, and the 1 of its own bias."""
         columns = list(range(self.features))
@@ -216,17 +245,16 @@ class Record:
 
     def mark_accumulated(self) -> None:
         """Remember the gradients as the backward pass left them."""
-        members = (self.weight, *self.biases)
-        self.accumulated = [(parameter, GradMark.of(parameter.grad)) for parameter in members]
+        self.accumulated = [(parameter, GradMark.of(parameter.grad)) for parameter in self.members]
 
-    def mark_corrected(self) -> None:
-        """Remember the gradients as the correction, or the optimiser's step after it, left them."""
-        members = [p for p, _ in self.corrected] if self.is_empty else [self.weight, *self.biases]
+    def mark_corrected(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Remember the gradients as the correction of these parameters, or the optimiser's step after it, left them."""
+        members = [p for p, _ in self.corrected] if parameters is None else parameters
         self.corrected = [(parameter, GradMark.of(parameter.grad)) for parameter in members]
 
-    def left_untouched(self) -> bool:
-        """Whether the gradients are still as the last correction left them."""
-        return any(mark.holds(parameter.grad) for parameter, mark in self.corrected)
+    def has_just_corrected(self, parameter: Tensor) -> bool:
+        """Whether the parameter's gradient is untouched since the correction wrote it."""
+        return any(p is parameter and mark.holds(p.grad) for p, mark in self.corrected)
 
     def was_corrected(self, parameter: Tensor) -> bool:
         """Whether the parameter's gradient is the one the correction left (perhaps clipped since)."""

@@ -108,21 +108,17 @@ class Solved:
     """What :func:`damped_solve_or_fall_back` found. Counts are tensors where asking for them would wait for a GPU."""
 
     solution: Tensor
-    rescued: int | Tensor = 0  # factorisations that succeeded only in float64
-    fallen_back: int | Tensor = 0  # factorisations that failed there too
-
-    @property
-    def failed(self) -> int | Tensor:
-        """Factorisations that failed at first."""
-        return self.rescued + self.fallen_back
+    doubtful: int | Tensor = 0  # factorisations that succeeded with hardly a correct digit left
+    rescued: int | Tensor = 0  # that failed, and were repeated in float64
+    fallen_back: int | Tensor = 0  # that failed there too
 
 
 def damped_solve_or_fall_back(matrix: Tensor, right: Tensor, damping: float | Tensor, *, may_wait: bool) -> Solved:
     """``(matrix + λI)⁻¹ right`` by Cholesky, for use inside a training step: never raises.
 
-    A matrix that cannot be factorised is retried in float64 (see :func:`_second_attempt`). If that fails as well the
-    answer is ``right / (λ + trace)``: the plain gradient, shortened until it cannot overshoot. All eigenvalues of
-    ``matrix / (λ + trace)`` are below 1, so such a step moves every output toward its target and not past it, at the
+    A matrix that cannot be factorised is repeated in float64 (see :func:`_solve_beyond_rounding`). If that fails as
+    well the answer is ``right / (λ + trace)``: the plain gradient, shortened until it cannot overshoot. All eigenvalues
+    of ``matrix / (λ + trace)`` are below 1, so such a step moves every output toward its target and not past it, at the
     learning rates the method uses, where the unscaled plain gradient would diverge.
 
     Args:
@@ -132,22 +128,42 @@ def damped_solve_or_fall_back(matrix: Tensor, right: Tensor, damping: float | Te
         may_wait: whether the host may look at the outcome. If not (a GPU in full flight), there is no retry in
             float64 and the choice is made on the device.
     """
-    factor, info = torch.linalg.cholesky_ex(_add_to_diagonal(matrix, damping))
+    damped = _add_to_diagonal(matrix, damping)
+    factor, info = torch.linalg.cholesky_ex(damped)
     failed = info > 0
+    solution = torch.cholesky_solve(right, factor)
     if not may_wait:
-        solution = torch.cholesky_solve(right, factor)
         chosen = torch.where(failed[..., None, None], _shortened(matrix, right, damping), solution)
         return Solved(chosen, fallen_back=failed.sum())
     if not failed.any():
-        return Solved(torch.cholesky_solve(right, factor))
-    factor, info = torch.linalg.cholesky_ex(_second_attempt(matrix, damping))
-    failed_again = info > 0
-    solution = torch.cholesky_solve(right.double(), factor).to(right.dtype)
-    return Solved(
-        torch.where(failed_again[..., None, None], _shortened(matrix, right, damping), solution),
-        rescued=int((failed & ~failed_again).sum()),
-        fallen_back=int(failed_again.sum()),
-    )
+        return Solved(solution, doubtful=int(_is_doubtful(damped, factor).sum()))
+    try:
+        return Solved(_solve_beyond_rounding(matrix, right, damping), rescued=int(failed.sum()))
+    except LinAlgError:
+        chosen = torch.where(failed[..., None, None], _shortened(matrix, right, damping), solution)
+        return Solved(chosen, fallen_back=int(failed.sum()))
+
+
+def _is_doubtful(damped: Tensor, factor: Tensor) -> Tensor:
+    """Whether less than about three digits are left: the smallest pivot is near the rounding of the largest entry."""
+    if damped.shape[-1] == 0:
+        return damped.new_zeros(damped.shape[:-2], dtype=torch.bool)
+    smallest_pivot = factor.diagonal(dim1=-2, dim2=-1).amin(-1).square()
+    largest = damped.diagonal(dim1=-2, dim2=-1).amax(-1)
+    return smallest_pivot < 1e3 * torch.finfo(damped.dtype).eps * largest
+
+
+def _solve_beyond_rounding(matrix: Tensor, right: Tensor, damping: float | Tensor) -> Tensor:
+    """The answer for a matrix with negative eigenvalues, which only rounding can have made, in float64.
+
+    The eigenvalues of dependent inputs are rounding errors of either sign. They are taken as zero, and a damping below
+    their size, which would mean nothing, is raised to it.
+    """
+    eigenvalues, vectors = torch.linalg.eigh(matrix.double())
+    rounding = (-eigenvalues[..., :1]).clamp(min=0).unsqueeze(-1)
+    levels = eigenvalues.clamp(min=0).unsqueeze(-1) + rounding + damping
+    solution: Tensor = vectors @ ((vectors.mT @ right.double()) / levels)
+    return solution.to(right.dtype)
 
 
 def correct_any_gradient(gradient: Tensor, inputs: Tensor, damping: float | Tensor) -> Tensor:
@@ -174,15 +190,6 @@ def correct_any_gradient(gradient: Tensor, inputs: Tensor, damping: float | Tens
     outside = (G - projected @ Q.mT) / damping
     corrected = inside + outside
     return corrected.to(gradient.dtype)
-
-
-def _second_attempt(matrix: Tensor, damping: float | Tensor) -> Tensor:
-    """The damped matrix in float64, its damping raised to the level at which the matrix itself was rounded.
-
-    A float32 Gram matrix of dependent samples has eigenvalues that are rounding errors, positive or negative. A damping
-    below them means nothing: the answer is the exact one for a matrix that rounds to the same numbers.
-    """
-    return _add_to_diagonal(matrix.double(), damping + torch.finfo(matrix.dtype).eps * _trace(matrix).double())
 
 
 def _shortened(matrix: Tensor, right: Tensor, damping: float | Tensor) -> Tensor:

@@ -4,9 +4,8 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from consequent.capture import readable_name
@@ -43,14 +42,18 @@ def select_layers(model: nn.Module, include: Patterns | None, exclude: Patterns)
     unwanted = _matches(exclude, named, "exclude")
     corrected: dict[str, Layer] = {}
     plain: dict[str, str] = {}
+    reason: str | None
     for name, module in named.items():
         if not _has_parameters(module):
             continue
-        reason = _why_not(name, module, named)
-        if reason is None and name in unwanted:
+        if not isinstance(module, LAYER_TYPES):
+            reason = f"{type(module).__name__} is not a Linear or Conv1d/2d/3d layer"
+        elif name in unwanted:
             reason = "excluded"
-        if reason is None and wanted is not None and name not in wanted:
+        elif wanted is not None and name not in wanted:
             reason = "not included"
+        else:
+            reason = _why_not(name, module, named.get(name.rpartition(".")[0]))
         if reason is None:
             assert isinstance(module, LAYER_TYPES)
             corrected[name] = module
@@ -70,9 +73,7 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(p is not None for p in module._parameters.values()) or hasattr(module, "parametrizations")
 
 
-def _why_not(name: str, module: nn.Module, named: dict[str, nn.Module]) -> str | None:
-    if not isinstance(module, LAYER_TYPES):
-        return f"{type(module).__name__} is not a Linear or Conv1d/2d/3d layer"
+def _why_not(name: str, module: Layer, parent: nn.Module | None) -> str | None:
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is not a parameter of its own (parametrised, weight-normalised or pruned)"
@@ -82,7 +83,6 @@ def _why_not(name: str, module: nn.Module, named: dict[str, nn.Module]) -> str |
         )
     if not weight.is_floating_point():
         return f"its weight is {weight.dtype}"
-    parent = named.get(name.rpartition(".")[0])
     if isinstance(parent, nn.MultiheadAttention):
         return "nn.MultiheadAttention uses its weight without calling it"
     if module.bias is not None and "bias" not in module._parameters:
@@ -92,38 +92,45 @@ def _why_not(name: str, module: nn.Module, named: dict[str, nn.Module]) -> str |
 
 def _leave_out_shared(corrected: dict[str, Layer], plain: dict[str, str], named: dict[str, nn.Module]) -> None:
     """A shared weight is corrected only if all its uses are seen, and are matrix products of one shape."""
-    owners: dict[Any, list[str]] = {}
+    owners: dict[Tensor, list[str]] = {}
     for name, module in named.items():
-        for kind, parameter in module._parameters.items():
+        for parameter in module._parameters.values():
             if parameter is not None:
                 owners.setdefault(parameter, []).append(name)
-                if kind == "bias" and name in corrected and len(owners[parameter]) > 1:
-                    others = [other for other in owners[parameter] if other != name]
-                    if any(named[other]._parameters.get("weight") is not module.weight for other in others):
-                        plain[name] = f"its bias is shared with {others[0]!r}"
-    for name, layer in list(corrected.items()):
-        for other in owners[layer.weight]:
-            if other == name or name in plain:
-                continue
-            if other not in corrected or other in plain:
-                plain[name] = f"its weight is shared with {other!r}, which is not corrected"
-            elif _shape(layer) != _shape(corrected[other]):
-                plain[name] = f"its weight is shared with {other!r}, which uses it in another shape"
-    for name in plain:
-        corrected.pop(name, None)
-    if any(other not in corrected for layer in corrected.values() for other in owners[layer.weight]):
-        _leave_out_shared(corrected, plain, named)  # what was left out just now may be shared in turn
+    while True:  # what is left out may be shared in turn
+        left_out: dict[str, str] = {}
+        for name, layer in corrected.items():
+            for other in owners[layer.weight]:
+                if other not in corrected:
+                    left_out[name] = f"its weight is shared with {other!r}, which is not corrected"
+                elif _shape(layer) != _shape(corrected[other]):
+                    left_out[name] = f"its weight is shared with {other!r}, which uses it in another shape"
+            for other in owners.get(layer.bias, []) if layer.bias is not None else []:
+                if named[other]._parameters.get("weight") is not layer.weight:
+                    left_out[name] = f"its bias is shared with {other!r}, which has another weight"
+        plain |= left_out
+        for name in left_out:
+            del corrected[name]
+        if not left_out:
+            return
 
 
 def _shape(layer: Layer) -> tuple[int, int]:
     return spatial_dims(layer), groups(layer)
 
 
-def _matches(patterns: Patterns, named: dict[str, nn.Module], argument: str) -> set[str]:
+def listed(patterns: Patterns, argument: str) -> list[Pattern]:
+    """One pattern or several, as a list."""
     if isinstance(patterns, str | re.Pattern | type):
-        patterns = [patterns]
+        return [patterns]
+    if not isinstance(patterns, Iterable):
+        raise TypeError(f"{argument} takes module types, names or compiled regular expressions, got {patterns!r}")
+    return list(patterns)
+
+
+def _matches(patterns: Patterns, named: dict[str, nn.Module], argument: str) -> set[str]:
     matched: set[str] = set()
-    for pattern in patterns:
+    for pattern in listed(patterns, argument):
         if isinstance(pattern, str):
             found = {name for name in named if name == pattern or name.startswith(pattern + ".")}
         elif isinstance(pattern, re.Pattern):
@@ -131,9 +138,7 @@ def _matches(patterns: Patterns, named: dict[str, nn.Module], argument: str) -> 
         elif isinstance(pattern, type) and issubclass(pattern, nn.Module):
             found = {name for name, module in named.items() if isinstance(module, pattern)}
         else:
-            raise TypeError(
-                f"{argument} takes module types, names or compiled regular expressions (re.compile), got {pattern!r}"
-            )
+            raise TypeError(f"{argument} takes module types, names or compiled regular expressions, got {pattern!r}")
         if not found:
             close = difflib.get_close_matches(str(pattern), named, n=3) if isinstance(pattern, str) else []
             hint = (

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+import torch
 from torch import Tensor
 
 from consequent.ridge import check_damping
@@ -43,8 +44,10 @@ class Damping:
         return None
 
     def absolute(self, trace: Tensor, rows: int) -> float | Tensor:
-        """λ for a Gram matrix of the given trace (``[groups]``)."""
-        return (self.value / max(rows, 1)) * trace[:, None, None] if self.relative else self.value
+        """λ for a Gram matrix of the given trace (``[groups]``); of nothing but zeros, any will do, and 1 is safe."""
+        if not self.relative:
+            return self.value
+        return torch.where(trace > 0, self.value / max(rows, 1) * trace, 1)[:, None, None]
 
     def __str__(self) -> str:
         return f"{'relative_' if self.relative else ''}damping={self.value:g}"
@@ -67,6 +70,8 @@ def loss_divisor(loss_reduction: LossReduction, samples: int) -> float:
         return 1.0
     if loss_reduction == "mean":
         return float(samples)
+    if samples == 0:
+        return 1.0  # nothing came in, and all gradients are zero
     assert not isinstance(loss_reduction, str)
     divisor = loss_reduction(samples) if callable(loss_reduction) else loss_reduction
     _check_divisor(divisor, f"loss_reduction({samples})")

@@ -22,6 +22,7 @@ class Update:
     rescued: int | Tensor = 0  # factorisations that needed float64
     fallen_back: int | Tensor = 0  # factorisations that failed: a shortened plain gradient instead
     edited: bool = False  # the gradient in .grad is no multiple of ΔZᵀX
+    foreign: bool = False  # and never was, in a layer whose class has a forward of its own
 
 
 def consequentialist_update(record: Record, damping: Damping, *, may_wait: bool) -> Update:
@@ -32,11 +33,15 @@ def consequentialist_update(record: Record, damping: Damping, *, may_wait: bool)
         damping: λ.
         may_wait: whether the host may wait for the device to look at a result.
     """
+    known = record.verified
     if record.moment is None:
-        return _on_sample_side(record, damping, may_wait=may_wait)
-    if record.uses:
-        record.reduce(keep_rows=True)
-    return _on_feature_side(record, damping, may_wait=may_wait)
+        update = _on_sample_side(record, damping, may_wait=may_wait)
+    else:
+        if record.uses:
+            record.reduce(keep_rows=True)
+        update = _on_feature_side(record, damping, may_wait=may_wait)
+    update.foreign = update.edited and not known and layers.overrides_forward(record.layer)
+    return update
 
 
 def _on_feature_side(record: Record, damping: Damping, *, may_wait: bool) -> Update:
@@ -57,7 +62,9 @@ def _on_feature_side(record: Record, damping: Damping, *, may_wait: bool) -> Upd
         return Update(_split(record, (gradient.double() @ pseudo_inverse).to(gradient.dtype)), "features", finite)
     level = damping.absolute(trace, record.rows)
     solved = damped_solve_or_fall_back(moment, gradient.mT, level, may_wait=may_wait)
-    return Update(_split(record, solved.solution.mT), "features", finite, solved.rescued, solved.fallen_back)
+    finite = finite & solved.solution.sum().isfinite()
+    edited = not _is_explained(record)
+    return Update(_split(record, solved.solution.mT), "features", finite, solved.rescued, solved.fallen_back, edited)
 
 
 def _on_sample_side(record: Record, damping: Damping, *, may_wait: bool) -> Update:
@@ -77,11 +84,13 @@ def _on_sample_side(record: Record, damping: Damping, *, may_wait: bool) -> Upda
     if damping.value == 0:
         return Update(_split(record, (torch.linalg.pinv(X) @ dZ).mT * factor), "samples", finite)
     solved = damped_solve_or_fall_back(gram, dZ, level, may_wait=may_wait)
-    if not isinstance(solved.fallen_back, Tensor) and solved.failed and X.dtype != torch.float64:
-        # The rows are still there: the float64 answer can do without float32's rounding altogether.
-        failed, X, dZ = solved.failed, X.double(), dZ.double()
-        solved = damped_solve_or_fall_back(X @ X.mT, dZ, level, may_wait=True)
-        solved.rescued = failed - solved.fallen_back
+    if may_wait and X.dtype != torch.float64:
+        unsafe = solved.doubtful + solved.rescued + solved.fallen_back
+        if unsafe:  # the rows are still there: in float64 the answer is free of float32's rounding
+            X, dZ = X.double(), dZ.double()
+            solved = damped_solve_or_fall_back(X @ X.mT, dZ, level, may_wait=True)
+            solved.rescued = unsafe - solved.fallen_back
+    finite = finite & solved.solution.sum().isfinite()
     gradient = (solved.solution.mT * factor) @ X
     return Update(_split(record, gradient), "samples", finite, solved.rescued, solved.fallen_back)
 
@@ -95,7 +104,8 @@ def input_matrix(record: Record) -> Tensor:
         block = use.output_grad.new_zeros(layers.groups(use.layer), use.rows, record.columns, dtype=dtype)
         if use.inputs is not None:
             block[:, :, : record.features] = layers.input_rows(use.layer, use.inputs)
-        block[:, :, record.columns_of(use)[record.features :]] = 1
+        for column in record.columns_of(use)[record.features :]:
+            block[:, :, column] = 1
         blocks.append(block)
     matrix = torch.cat(blocks, dim=1)
     columns = _columns_with_gradient(record)
@@ -145,42 +155,63 @@ def _factor(record: Record, X: Tensor, dZ: Tensor, *, may_wait: bool) -> float |
     c is 1 straight after ``backward()``. The scale of a GradScaler, the average over ranks and norm clipping change it;
     value clipping, a penalty on the weights or a user's edit leave no such c.
     """
-    untouched = record.is_untouched()
-    if untouched and record.verified and not may_wait:
-        return 1.0
     gradient = gradient_matrix(record).to(X.dtype)
+    expected, found, sizes = _probe(gradient, X, dZ)
+    if record.verified and not may_wait:
+        # Not waiting also means not looking whether there is such a c; that was done at the first step.
+        squared = expected.square().sum()
+        return torch.where(squared > 0, (found * expected).sum() / squared, 1.0).to(X.dtype)
     tolerance = _rounding(record)
-    if untouched and _agrees_on_probes(gradient, X, dZ, tolerance):
+    if bool(((found - expected).abs() <= tolerance * sizes).all()):
         record.verified = True
         return 1.0
-    plain = dZ.mT @ X
+    factor = _multiple(gradient, dZ.mT @ X, tolerance * X.norm() * dZ.norm())
+    if factor is not None:
+        record.verified = True
+    return factor
+
+
+def _is_explained(record: Record) -> bool:
+    """Whether the weight's ``.grad`` is a multiple of ΔZᵀX; on the feature side asked once, since nothing hangs on it.
+
+    A weight that is also used outside of its layer, say, has a gradient that its captured inputs do not explain.
+    """
+    plain, squared_output_grads, gradient = record.plain_gradient, record.squared_output_grads, record.weight.grad
+    if record.verified or plain is None or squared_output_grads is None or gradient is None or record.moment is None:
+        return True
+    record.verified = True
+    squared_inputs = record.moment.diagonal(dim1=-2, dim2=-1)[:, : record.features].sum()
+    rounding = _rounding(record) * (squared_inputs * squared_output_grads).sqrt()
+    return _multiple(gradient.to(plain.dtype), plain, rounding) is not None
+
+
+def _multiple(gradient: Tensor, plain: Tensor, rounding: Tensor) -> Tensor | None:
+    """The c with ``gradient = c · plain`` up to rounding, if there is one."""
     squared = plain.square().sum()
     factor = torch.where(squared > 0, (gradient * plain).sum() / squared, torch.ones_like(squared))
     residual = (gradient - factor * plain).norm()
-    if residual > tolerance * factor.abs() * X.norm() * dZ.norm():
-        return None
-    record.verified = True
-    return 1.0 if untouched else factor
+    return None if residual > rounding * factor.abs() else factor
 
 
-def _agrees_on_probes(gradient: Tensor, X: Tensor, dZ: Tensor, tolerance: float) -> bool:
-    """Whether ``u G v = (ΔZ u) · (X v)`` for a few random u, v: reads G once instead of computing ``ΔZᵀX`` again."""
-    u, v = _signs(dZ.shape[-1], dZ.device), _signs(X.shape[-1], X.device)
-    left, right = dZ @ u.to(dZ.dtype), X @ v.to(X.dtype)
-    expected = (left * right).sum(-2)
-    found = ((gradient @ v.to(X.dtype)) * u.to(X.dtype)).sum(-2)
-    return bool(((found - expected).abs() <= tolerance * left.norm(dim=-2) * right.norm(dim=-2)).all())
+def _probe(gradient: Tensor, X: Tensor, dZ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``(ΔZ u) · (X v)`` and ``u G v`` for a few random u and v, and the sizes that bound the first.
+
+    They agree if ``G = ΔZᵀX``; G is read once, while computing ``ΔZᵀX`` again would cost as much as backpropagation.
+    """
+    u, v = _signs(dZ.shape[-1], dZ.device).to(dZ.dtype), _signs(X.shape[-1], X.device).to(X.dtype)
+    left, right = dZ @ u, X @ v
+    return (left * right).sum(-2), ((gradient @ v) * u).sum(-2), left.norm(dim=-2) * right.norm(dim=-2)
 
 
 @lru_cache(maxsize=256)
-def _signs(size: int, device: torch.device, probes: int = 4) -> Tensor:
+def _signs(size: int, device: torch.device, probes: int = 8) -> Tensor:
     generator = torch.Generator().manual_seed(size)  # not the user's random numbers
     return (torch.randint(0, 2, (size, probes), generator=generator) * 2 - 1).to(device, torch.int8)
 
 
 def _rounding(record: Record) -> float:
     """How far ``.grad`` may be from ``ΔZᵀX`` by rounding, in units of ``‖ΔZ‖ ‖X‖``."""
-    dtype = record.first_use.output_grad.dtype if record.first_use.output_grad is not None else torch.float32
+    dtype = record.first_use.dtype
     if dtype == torch.float32 and record.weight.is_cuda:
         return 2e-3  # TF32
     return 32 * torch.finfo(dtype).eps if dtype.itemsize >= 4 else 2 * torch.finfo(dtype).eps

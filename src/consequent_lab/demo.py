@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # The command line reads this file for its options; torch and
     from consequent_lab.race import Result, Rules
     from consequent_lab.summary import Summary
 
-LEARNING_RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+LEARNING_RATES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Demo:
 
     seeds: int = 3
     """Runs of every optimiser after its search."""
-    epochs: int = 15
+    epochs: int = 10
     """Epochs of every run, and the most that a learning rate gets in the search."""
     target_loss: float = 0.01
     """The training loss to reach."""
@@ -51,36 +51,42 @@ class Demo:
         from consequent_lab.race import Rules
 
         if self.quick:
-            return Rules((0.003, 0.03), 2, 0.5, self.damping, search_seeds=(100,), seeds=(0,), hidden=(32,) * 2)
+            return Rules((0.003, 0.01), 2, 1.0, self.damping, search_seeds=(100,), seeds=(0,), hidden=(64, 64))
         return Rules(
             LEARNING_RATES,
             self.epochs,
             self.target_loss,
             self.damping,
-            search_seeds=(100, 101),
+            search_seeds=(100,),
             seeds=tuple(range(self.seeds)),
         )
 
     def run(self) -> None:
         """Runs the race, shows it, and writes the picture and the numbers."""
-        from consequent_lab.display import ProgressDisplay, console, results_table
+        from consequent_lab.pool import start_importing
         from consequent_lab.records import cores
 
         start = time.perf_counter()
-        screen = console()
+        self.output.parent.mkdir(parents=True, exist_ok=True)  # Better fail now than after the race.
         workers = self.workers or min(cores(), 6)
+        if workers > 1:
+            start_importing("consequent_lab.race")
         from consequent_lab.contestants import CONTESTANTS
+        from consequent_lab.display import ProgressDisplay, console, results_table
         from consequent_lab.figures import draw_race
         from consequent_lab.race import race, work
         from consequent_lab.summary import summarise, verdicts
 
         rules = self.rules()
+        screen = console()
         screen.print(_introduction(rules, workers))
         with ProgressDisplay(screen, [contestant.name for contestant in CONTESTANTS], work(rules)) as display:
             results = race(rules, workers, display.show)
         summaries = [summarise(result, rules.target_loss) for result in results]
         sentences = verdicts(summaries, rules.target_loss)
         screen.print(results_table(summaries, rules.target_loss, len(rules.seeds)))
+        for warning in sorted({message for result in results for run in result.runs for message in run.warnings}):
+            screen.print(f"Warning: {warning}")
         if any(summary.at_edge for summary in summaries):
             screen.print("* the smallest or largest learning rate tried; a better one may lie beyond")
         for sentence in sentences:
@@ -117,6 +123,7 @@ def _write_record(
             {
                 "seed": run.seed,
                 "test_accuracy": run.test_accuracy,
+                "warnings": run.warnings,
                 "curve": {key: [getattr(point, key) for point in run.curve] for key in ("epoch", "seconds", "loss")},
             }
             for run in result.runs

@@ -3,6 +3,7 @@
 from types import TracebackType
 from typing import Self
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
@@ -26,7 +27,7 @@ class ProgressDisplay:
     Args:
         screen: where to show it.
         names: the contestants.
-        total: units of work of each.
+        total: epochs of work of each.
     """
 
     def __init__(self, screen: Console, names: list[str], total: int) -> None:
@@ -59,34 +60,35 @@ class ProgressDisplay:
         if self._bars:
             task = self._tasks[progress.contestant]
             self._bars.start_task(task)
-            self._bars.update(task, advance=progress.units, text=progress.text)
+            self._bars.update(task, advance=progress.epochs, text=progress.text)
         elif progress.milestone:
             self._screen.print(f"{progress.contestant:10} {progress.text}")
 
 
 def results_table(summaries: list[Summary], target_loss: float, seeds: int) -> Table:
     """Returns the table of the race."""
-    table = Table(caption=f"median (lowest–highest) of {seeds} seeds" if seeds > 1 else "one seed")
+    spread = f"median (lowest–highest) of {seeds} seeds" if seeds > 1 else "one seed"
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=f"{spread}; seconds are processor time of one thread")
     table.add_column("optimiser", no_wrap=True)
-    for heading in (
-        "learning\nrate",
-        f"epochs to\nloss {target_loss:g}",
-        f"seconds to\nloss {target_loss:g}",
-        "ms per\nepoch",
-        "final\ntraining loss",
-        "test\naccuracy %",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = {
+        "learning\nrate": 8,
+        f"epochs to\nloss {target_loss:g}": 9,
+        f"seconds to\nloss {target_loss:g}": 11,
+        "ms per\nepoch": 6,
+        "final\ntraining\nloss": 8,
+        "test\naccuracy": 8,
+    }  # with the widths that fit a terminal of 80 columns, where the ranges get a line of their own
+    for heading, width in headings.items():
+        table.add_column(heading, justify="right", min_width=width)
     for summary in summaries:
-        accuracy = summary.test_accuracy
         table.add_row(
             summary.name,
             f"{summary.learning_rate:g}{'*' if summary.at_edge else ''}",
             summary.epochs.show(".1f"),
             summary.seconds.show(".2f"),
             f"{summary.milliseconds_per_epoch:.0f}",
-            summary.final_loss.show(".1e"),
-            type(accuracy)(100 * accuracy.low, 100 * accuracy.median, 100 * accuracy.high).show(".1f"),
+            f"{summary.final_loss.median:.1e}",
+            f"{100 * summary.test_accuracy.median:.1f} %",
             style=COLOURS[summary.family],
             end_section=summary.name != summary.family,
         )

@@ -16,7 +16,7 @@ from consequent_lab.training import Point
 # Okabe and Ito's colours, told apart by colour-blind readers too: one hue per pair of contestants.
 COLOURS = {"SGD": "#0072B2", "Nesterov": "#D55E00", "Adam": "#009E73"}
 INK = "#333333"
-FAINT = "#999999"
+FAINT = "#777777"
 
 
 def draw_race(path: Path, results: list[Result], target_loss: float) -> None:
@@ -36,15 +36,26 @@ def draw_race(path: Path, results: list[Result], target_loss: float) -> None:
     for column, pair in enumerate(pairs):
         family = pair[0].contestant.family
         grid[0, column].set_title(f"{family} and C-{family}", color=COLOURS[family], fontweight="bold", fontsize=13)
-        _draw_panel(grid[0, column], pair, target_loss, lambda point: point.epoch, "{:.1f}", "epochs")
-        _draw_panel(grid[1, column], pair, target_loss, lambda point: point.seconds, "{:.2f}", "seconds of training")
+        _draw_panel(grid[0, column], pair, target_loss, lambda point: point.epoch, "{:.1f} epochs", "epochs")
+        _draw_panel(grid[1, column], pair, target_loss, lambda point: point.seconds, "{:.2f} s", "seconds of training")
     for axes in grid[:, 0]:
         axes.set_ylabel("training loss")
+        axes.annotate(
+            f"target loss {target_loss:g}",
+            (0.0, target_loss),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, -4),
+            textcoords="offset points",
+            verticalalignment="top",
+            fontsize=8.5,
+            color=FAINT,
+        )
     seeds = len(results[0].runs)
     figure.suptitle("Training on handwritten digits, every optimiser at its best learning rate", fontsize=15, color=INK)
     figure.supxlabel(
-        f"Line: median of {seeds} seeds; band: their range; dot: first at or below the target loss.",
-        fontsize=9,
+        f"Lines: median of {seeds} seeds. Bands: their range. Dots: when the target loss is first reached. "
+        "Seconds: processor time of one thread.",
+        fontsize=9.5,
         color=FAINT,
     )
     write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=150))
@@ -72,14 +83,14 @@ def _draw_panel(
         losses = np.array([[point.loss for point in run.curve[:length]] for run in result.runs])
         hits = [run.to_target(target_loss) for run in result.runs]
         crossing = Spread.of(measure(hit) if hit else np.inf for hit in hits).median
-        reached = f"target after {form.format(crossing)}" if np.isfinite(crossing) else "target not reached"
+        reached = form.format(crossing) if np.isfinite(crossing) else "target not reached"
         axes.plot(
             position,
             np.median(losses, axis=0),
             color=colour,
             linestyle="-" if contestant.consequentialist else (0, (4, 2)),
             linewidth=2.0 if contestant.consequentialist else 1.6,
-            label=f"{contestant.name}, lr {result.learning_rate:g}: {reached}",
+            label=f"{contestant.name} (lr {result.learning_rate:g}): {reached}",
         )
         axes.fill_between(
             position, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.15, linewidth=0, zorder=1

@@ -4,17 +4,28 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_all_start_methods, get_context
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
-
-import torch
 
 Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
 Message = TypeVar("Message")
 
-_queue: Any = None  # in a worker process: where its reports go
+# A fork of a process with threads can hang, so workers are forked from a server that has none.
+_context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
+_queue: Any = None  # in a worker process: where its reports go,
+_stop: Any = None  # and the event that tells it to give up
+
+
+def start_importing(module: str) -> None:
+    """Lets a background process import a module, and all that it imports, for the workers of a later `Pool`.
+
+    Meant to be called before this process imports the same module: the two then take the time of one.
+    """
+    if _context.get_start_method() == "forkserver":
+        _context.set_forkserver_preload([module])
+        forkserver.ensure_running()
 
 
 class Pool(Generic[Message]):
@@ -42,23 +53,29 @@ class Pool(Generic[Message]):
         self._report = report
 
     def __enter__(self) -> Self:
-        self._threads = torch.get_num_threads()
         if self._workers == 1:
+            import torch
+
+            self._threads = torch.get_num_threads()
             torch.set_num_threads(1)
             return self
-        context = get_context("spawn")
-        self._messages = context.Queue()
+        self._messages = _context.Queue()
+        self._stop = _context.Event()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
-        self._processes = ProcessPoolExecutor(self._workers, context, _start_worker, (self._messages,))
+        self._processes = ProcessPoolExecutor(self._workers, _context, _start_worker, (self._messages, self._stop))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._workers == 1:
+            import torch
+
             torch.set_num_threads(self._threads)
             return
+        if error is not None:
+            self._stop.set()
         self._processes.shutdown(cancel_futures=True)
         self._messages.put(None)
         self._listener.join()
@@ -71,7 +88,8 @@ class Pool(Generic[Message]):
     ) -> Future[Value]:
         """Starts a call, or queues it until a worker is free. The function must be importable by its name."""
         if self._workers > 1:
-            return self._processes.submit(_call, function, *args, **kwargs)
+            call: Callable[..., Value] = _call
+            return self._processes.submit(call, function, *args, **kwargs)
         future: Future[Value] = Future()
         future.set_result(function(self._report, *args, **kwargs))
         return future
@@ -81,16 +99,20 @@ class Pool(Generic[Message]):
             self._report(message)
 
 
-def _start_worker(queue: Any) -> None:
-    global _queue
-    _queue = queue
+def _start_worker(queue: Any, stop: Any) -> None:
+    global _queue, _stop
+    _queue, _stop = queue, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then stops its workers.
+    import torch
+
     torch.set_num_threads(1)
 
 
-def _call(
-    function: Callable[Concatenate[Callable[[Message], None], Arguments], Value],
-    *args: Arguments.args,
-    **kwargs: Arguments.kwargs,
-) -> Value:
-    return function(_queue.put, *args, **kwargs)
+def _call(function: Callable[..., Value], *args: Any, **kwargs: Any) -> Value:
+    return function(_report, *args, **kwargs)
+
+
+def _report(message: object) -> None:
+    if _stop.is_set():
+        raise InterruptedError("stopped by the parent process")
+    _queue.put(message)

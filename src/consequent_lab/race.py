@@ -1,7 +1,6 @@
 """A fair race: every contestant searches the same learning rates with the same budget, then runs with fresh seeds."""
 
 import math
-import statistics
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ class Trial:
     learning_rate: float
     epochs: float  # trained before the search dropped or chose it
     epochs_to_target: float  # of the slowest search seed; infinite if one has not arrived
-    loss: float  # geometric mean over the search seeds; infinite if one diverged
+    loss: float  # of the worst search seed; infinite if it diverged
 
 
 @dataclass(frozen=True)
@@ -117,32 +116,28 @@ def search(report: Report, contestant: Contestant, rules: Rules) -> tuple[Trial,
     """
     candidates = [_Candidate(contestant, rules, rate) for rate in rules.learning_rates]
     live = candidates
-    done = 0
-    for epoch in range(1, rules.epochs + 1):
-        for _ in range(rules.evaluations_per_epoch):
-            for candidate in live:
-                candidate.advance()
-            live = [candidate for candidate in live if candidate.loss < math.inf]
-            if any(candidate.epochs_to_target < math.inf for candidate in live):
-                break
-        else:
-            if epoch in rules.halve_after:
-                live = sorted(live, key=lambda candidate: candidate.loss)[: math.ceil(len(live) / 2)]
-            rates = ", ".join(f"{candidate.rate:g}" for candidate in live)
-            report(Progress(contestant.name, 1, f"search, epoch {epoch}: learning rates {rates}"))
-            done = epoch
-            continue
-        break
+    epoch = 0.0
+    while live and epoch < rules.epochs and not any(candidate.arrived for candidate in live):
+        for candidate in live:
+            candidate.advance()
+        before, epoch = epoch, live[0].epochs
+        live = [candidate for candidate in live if candidate.loss < math.inf]
+        if epoch in rules.halve_after:
+            live = sorted(live, key=lambda candidate: candidate.loss)[: math.ceil(len(live) / 2)]
+        rates = ", ".join(f"{candidate.rate:g}" for candidate in live)
+        report(Progress(contestant.name, epoch - before, f"searching learning rates: {rates}"))
     trials = tuple(candidate.trial() for candidate in candidates)
-    chosen = best(trials)
-    text = f"search: learning rate {chosen.learning_rate:g} of {len(trials)} tried"
-    report(Progress(contestant.name, rules.epochs - done, text, milestone=True))
+    text = f"learning rate {best(trials).learning_rate:g} found among {len(trials)}"
+    report(Progress(contestant.name, rules.epochs - epoch, text, milestone=True))
     return trials
 
 
 def best(trials: tuple[Trial, ...]) -> Trial:
-    """Returns the trial that reached the target first; if none did, the one that lasted longest with the lowest loss."""
-    return min(trials, key=lambda trial: (trial.epochs_to_target, -trial.epochs, trial.loss))
+    """Returns the trial that reached the target first; if none did, the one that lasted longest, at the lowest loss."""
+    return min(
+        trials,
+        key=lambda trial: (trial.epochs_to_target, not math.isfinite(trial.loss), -trial.epochs, trial.loss),
+    )
 
 
 class _Candidate:
@@ -158,9 +153,9 @@ class _Candidate:
         self.advance()  # to the evaluation before the first step
 
     @property
-    def epochs_to_target(self) -> float:
-        """Epochs until the last of the search seeds had reached the target."""
-        return max(self._arrivals)
+    def arrived(self) -> bool:
+        """Whether all search seeds have reached the target."""
+        return max(self._arrivals) < math.inf
 
     def advance(self) -> None:
         """Trains to the next evaluation."""
@@ -172,12 +167,11 @@ class _Candidate:
             min(arrival, point.epoch) if point.loss <= self._target_loss else arrival
             for arrival, point in zip(self._arrivals, points, strict=True)
         ]
-        losses = [point.loss if point.loss < DIVERGED else math.inf for point in points]
-        self.loss = statistics.geometric_mean(losses) if math.inf not in losses else math.inf
+        self.loss = max(point.loss if point.loss < DIVERGED else math.inf for point in points)
 
     def trial(self) -> Trial:
         """Returns what became of it."""
-        return Trial(self.rate, self.epochs, self.epochs_to_target, self.loss)
+        return Trial(self.rate, self.epochs, max(self._arrivals), self.loss)
 
 
 def run(report: Report, contestant: Contestant, rules: Rules, rate: float, seed: int) -> Run:

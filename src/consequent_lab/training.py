@@ -1,4 +1,8 @@
-"""The training loop, as one would write it in a script, with a clock that runs only while the model trains."""
+"""The training loop, as one would write it in a script, with a clock that runs only while the model trains.
+
+The clock counts processor time. With one thread that is the wall-clock time on an idle machine, and it stays true when
+other work runs beside.
+"""
 
 import math
 import time

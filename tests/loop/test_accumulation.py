@@ -1,9 +1,10 @@
 """Gradient accumulation over micro-batches is the whole batch."""
 
-import consequent
 import pytest
 import torch
 from loop.expected import DAMPING, LR, assert_close, assert_stepped, build, corrected, gradients, loss_on, weights
+
+import consequent
 
 SPLITS = [[5, 5, 5, 5], [3, 8, 1, 8], [2] * 10, [20], [19, 1], [1, 19], [7, 0, 13]]
 

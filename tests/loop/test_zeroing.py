@@ -1,6 +1,5 @@
 """zero_grad, gradients that are None, frozen and unused layers, evaluation passes."""
 
-import consequent
 import pytest
 import torch
 from loop.expected import (
@@ -16,6 +15,8 @@ from loop.expected import (
     weights,
 )
 from torch import nn
+
+import consequent
 
 KINDS = ["wide", "conv", "tall"]
 
@@ -65,6 +66,23 @@ def test_zero_grad_discards_a_backward_pass_without_a_step(kind, set_to_none):
     model, x, t, optimizer, _ = start(kind)
     loss_on(*build(kind, seed=7)[1:])(model).backward()
     optimizer.zero_grad(set_to_none=set_to_none)
+    loss_on(x, t)(model).backward()
+    before, grads = weights(model), corrected(model, loss_on(x, t), samples=len(x))
+    optimizer.step()
+    assert_stepped(model, before, grads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("after", ["backward", "step"])
+def test_zeroed_through_data(kind, after):
+    """``p.grad.data.zero_()``, as older scripts do: autograd's version counter does not see it."""
+    model, x, t, optimizer, _ = start(kind)
+    other = build(kind, seed=7)[1:]
+    loss_on(*other)(model).backward()
+    if after == "step":
+        optimizer.step()
+    for p in model.parameters():
+        p.grad.data.zero_()
     loss_on(x, t)(model).backward()
     before, grads = weights(model), corrected(model, loss_on(x, t), samples=len(x))
     optimizer.step()
@@ -143,7 +161,9 @@ def test_layers_unused_in_a_forward_pass(kind, set_to_none, momentum):
         loss_on(x, t)(model).backward()
         before, grads = weights(model), corrected(model, loss_on(x, t), samples=len(x))
         if not set_to_none:  # then torch takes a gradient of zeros as a gradient
-            grads |= {n: torch.zeros_like(p) for n, p in model.named_parameters() if p.grad is not None and n not in grads}
+            grads |= {
+                n: torch.zeros_like(p) for n, p in model.named_parameters() if p.grad is not None and n not in grads
+            }
         velocity |= {n: momentum * velocity.get(n, 0) + g for n, g in grads.items()}
         optimizer.step()
         assert_stepped(model, before, {n: velocity[n] for n in grads})

@@ -134,7 +134,7 @@ def named(model, *names):
     return [model.get_submodule(name) for name in names]
 
 
-def check_training(model, compute_loss, divisor, damping=0.01, corrected=None, steps=2, lr=0.05, **options):
+def check_training(model, compute_loss, divisor, damping=0.01, corrected=None, steps=2, lr=0.05, twin=None, **options):
     """Train a model with C-SGD and its twin with SGD on reference gradients; returns the correction.
 
     Args:
@@ -145,9 +145,10 @@ def check_training(model, compute_loss, divisor, damping=0.01, corrected=None, s
         corrected: names of the layers that are corrected; by default all Linear and Conv layers.
         steps: how many.
         lr: μ.
+        twin: an equal model, where ``copy.deepcopy`` cannot make one.
         options: of ``attach``.
     """
-    twin = twin_of(model)
+    twin = twin_of(model) if twin is None else twin
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     correction = consequent.attach(optimizer, model, damping=damping, **options)
     reference_optimizer = torch.optim.SGD(twin.parameters(), lr=lr)

@@ -6,10 +6,10 @@ import pickle
 
 import pytest
 import torch
-from models.expected import check_same, expected_backward, half_squares, twin_of
 from torch import nn
 
 import consequent
+from models.expected import check_same, expected_backward, half_squares, twin_of
 
 
 def make_model():
@@ -120,17 +120,42 @@ def test_an_averaged_model_keeps_the_average_of_corrected_weights(x):
 def test_hooks_do_not_pile_up_over_generations(copier):
     """Saving and resuming again and again must not make the model slower each time."""
     model = make_model()
+    kept = []
     for _ in range(4):
-        consequent.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        consequent.attach(optimizer, model)
+        kept.append(optimizer)
         model = copier(model)
     assert len(model[0]._forward_hooks) <= 1
 
 
 def test_a_copy_that_is_attached_and_detached_has_no_hooks():
     model = make_model()
-    consequent.CSGD(model, lr=0.1)
+    kept = consequent.CSGD(model, lr=0.1)
     other = copy.deepcopy(model)
-    consequent.attach(torch.optim.SGD(other.parameters(), lr=0.1), other).detach()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    consequent.attach(optimizer, other).detach()
+    assert kept.correction.optimizer is kept
     for module in other.modules():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
+
+
+class Agent(nn.Module):
+    """A model that holds its own optimiser, as reinforcement learners do."""
+
+    def __init__(self, make_optimizer):
+        super().__init__()
+        self.layer = nn.Linear(4, 2).double()
+        self.optimizer = make_optimizer(self)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("name", ["deepcopy", "pickle"])
+def test_a_model_that_holds_its_own_optimizer(name):
+    torch.manual_seed(0)
+    agent = Agent(lambda model: consequent.CSGD(model, lr=0.1))
+    with pytest.raises(TypeError, match="holds its own CSGD"):
+        COPIERS[name](agent)

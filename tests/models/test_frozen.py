@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models.expected import check_same, check_training, expected_backward, half_squares, twin_of
 from torch import nn
 
 import consequent
+from models.expected import check_same, check_training, expected_backward, half_squares, twin_of
 
 LAYERS = {
     "linear-few-samples": (lambda: nn.Linear(12, 3), (4, 12)),
@@ -85,3 +85,34 @@ def test_parameters_that_the_optimizer_does_not_hold_are_as_good_as_frozen():
     torch.optim.SGD([twin[0].weight], lr=0.1).step()
     check_same(model, twin)
     assert torch.equal(model[0].bias.grad, twin[0].bias.grad)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("samples", [2, 20])
+def test_a_layer_that_is_not_called_in_every_pass(samples, set_to_none):
+    """Stochastic depth: its gradient is None or zero in between, and it is corrected when it is called again."""
+
+    class Skipping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.is_on = nn.Linear(6, 4), nn.Linear(4, 4), True
+
+        def forward(self, x):
+            h = self.first(x)
+            return h + self.second(torch.tanh(h)) if self.is_on else h
+
+    torch.manual_seed(0)
+    model = Skipping().double()
+    twin = twin_of(model)
+    x = torch.randn(samples, 6, dtype=torch.float64)
+    optimizer, plain = consequent.CSGD(model, lr=0.1), torch.optim.SGD(twin.parameters(), lr=0.1)
+    for is_on in (True, False, True):
+        model.is_on = twin.is_on = is_on
+        optimizer.zero_grad(set_to_none=set_to_none)
+        half_squares(model(x)).backward()
+        optimizer.step()
+        plain.zero_grad()
+        expected_backward(twin, lambda m: half_squares(m(x)), samples)
+        plain.step()
+        check_same(model, twin)
+    assert list(optimizer.correction.corrected) == ["first", "second"]

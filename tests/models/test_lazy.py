@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models.expected import check_training, half_squares
 from torch import nn
 
 import consequent
+from models.expected import check_training, half_squares
 
 
 def make_model():

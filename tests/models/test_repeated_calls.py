@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from models.expected import check_training, half_squares
 from torch import nn
+
+from models.expected import check_training, half_squares
 
 
 class Recurrent(nn.Module):

@@ -1,9 +1,12 @@
 """A weight shared by several layers: corrected with the inputs of all its uses, or left plain with a reason."""
 
+import numpy as np
 import pytest
 import torch
-from models.expected import check_training, half_squares
 from torch import nn
+
+import consequent
+from models.expected import check_training, half_squares, twin_of
 
 
 class Pair(nn.Module):
@@ -129,3 +132,29 @@ def test_excluding_one_of_two_layers_with_a_shared_weight_excludes_both():
         "0.second": "excluded",
         "0.first": "its weight is shared with '0.second', which is not corrected",
     }
+
+
+@pytest.mark.parametrize("samples", [2, 20])
+def test_a_second_use_of_the_weight_outside_of_the_layer_is_noticed(samples):
+    """Its inputs are not seen: the gradient is corrected as it is, and that is said, on both sides."""
+
+    class Outside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x):
+            return nn.functional.linear(torch.tanh(self.layer(x)), self.layer.weight)
+
+    torch.manual_seed(0)
+    model = Outside().double()
+    twin = twin_of(model)
+    x = torch.randn(samples, 4, dtype=torch.float64)
+    optimizer = consequent.CSGD(model, lr=0.1)
+    half_squares(model(x)).backward()
+    half_squares(twin(x)).backward()
+    with pytest.warns(consequent.ConsequentWarning, match="not the one its inputs explain"):
+        optimizer.step()
+    X, G = x.numpy(), twin.layer.weight.grad.numpy()
+    expected = samples * np.linalg.solve(X.T @ X + 0.01 * np.eye(4), G.T).T
+    torch.testing.assert_close(model.layer.weight.grad, torch.as_tensor(expected), rtol=1e-7, atol=1e-10)

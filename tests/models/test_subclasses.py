@@ -4,10 +4,10 @@ import warnings
 
 import pytest
 import torch
-from models.expected import check_training, half_squares, twin_of
 from torch import nn
 
 import consequent
+from models.expected import check_training, half_squares, twin_of
 
 
 class SameLinear(nn.Linear):
@@ -127,9 +127,7 @@ def test_a_layer_that_returns_several_tensors_stays_plain():
     torch.manual_seed(0)
     x = torch.randn(3, 6, dtype=torch.float64)
     with pytest.warns(consequent.ConsequentWarning, match="'split' keeps its plain gradient") as caught:
-        correction = check_training(
-            Model().double(), lambda m: half_squares(m(x)), 3, corrected=["readout"], steps=3
-        )
+        correction = check_training(Model().double(), lambda m: half_squares(m(x)), 3, corrected=["readout"], steps=3)
     assert len(caught) == 1
     assert list(correction.corrected) == ["readout"]
 

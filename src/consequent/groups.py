@@ -1,0 +1,67 @@
+"""What the optimiser's parameter groups say: which parameters it holds, their learning rates and dampings."""
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from consequent.settings import Damping
+
+
+class Groups:
+    """The parameter groups of an optimiser; without one, all parameters of the model in a group of their own."""
+
+    def __init__(self, model: nn.Module, default: Damping) -> None:
+        self.model = model
+        self.default = default
+        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._group_of: dict[Tensor, dict[str, Any]] = {}
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimiser, as long as somebody else holds it."""
+        return None if self._optimizer is None else self._optimizer()
+
+    def take(self, optimizer: Optimizer | None, when_gone: Callable[[], None]) -> None:
+        """Look at this optimiser from now on. It is held weakly: one that is thrown away is gone."""
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer, lambda _: when_gone())
+        self.read_again()
+
+    def read_again(self) -> bool:
+        """Look at the groups anew; whether they hold other parameters than before."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        known, self._group_of = self._group_of, {p: group for group in groups for p in group["params"]}
+        return known.keys() != self._group_of.keys()
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether the optimiser holds the parameter."""
+        return self._optimizer is None or parameter in self._group_of
+
+    def parameters(self) -> list[Tensor]:
+        """All parameters that a step changes."""
+        return list(self.model.parameters()) if self._optimizer is None else list(self._group_of)
+
+    def damping_of(self, parameter: Tensor) -> Damping:
+        """λ for a parameter: its group's own, or the default."""
+        group = self._group_of.get(parameter, {})
+        own = Damping.chosen(group.get("damping"), group.get("relative_damping"), " (in a parameter group)")
+        return own or self.default
+
+    def learning_rate_of(self, parameter: Tensor) -> float:
+        """μ for a parameter: how far a step goes down the gradient in ``.grad``."""
+        group = self._group_of.get(parameter, {})
+        rate = float(group.get("lr", math.nan)) * (-1 if group.get("maximize") else 1)
+        grad_scale = getattr(self.optimizer, "grad_scale", None)  # a fused optimiser with a GradScaler
+        return rate if grad_scale is None else rate / float(grad_scale)
+
+    def change_default(self, default: Damping) -> None:
+        """Change λ for all groups that have none of their own (a ready-made optimiser's groups repeat the default)."""
+        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+            if Damping.chosen(group.get("damping"), group.get("relative_damping")) == self.default:
+                group.pop("damping", None)
+                group.pop("relative_damping", None)
+                group["relative_damping" if default.relative else "damping"] = default.value
+        self.default = default
