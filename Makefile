@@ -53,7 +53,7 @@ $(LAB): pyproject.toml constraints.txt
 	@echo "==> creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "==> installing torch (once; this takes a minute)"
-	@$(INSTALL) "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) install -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	@echo "==> installing consequent and its lab"
 	@$(INSTALL) -e '.[lab]'
 	@touch $@

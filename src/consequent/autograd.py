@@ -68,10 +68,10 @@ class Kept:
 
     def __init__(self, tensor: Tensor) -> None:
         token = torch.zeros((), device=tensor.device, requires_grad=True)
-        self._node = _Keep.apply(tensor.detach(), token).grad_fn  # type: ignore[no-untyped-call]
+        self._anchor = _Keep.apply(tensor.detach(), token)  # type: ignore[no-untyped-call]  # owns the saved tensor
 
     def get(self) -> Tensor:
         """The tensor; once per backward pass."""
-        (tensor,) = self._node.saved_tensors
+        (tensor,) = self._anchor.grad_fn.saved_tensors
         assert isinstance(tensor, Tensor)
         return tensor

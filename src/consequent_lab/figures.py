@@ -42,16 +42,18 @@ def draw_race(path: Path, results: list[Result], target_loss: float) -> None:
         axes.set_ylabel("training loss")
         axes.annotate(
             f"target loss {target_loss:g}",
-            (0.0, target_loss),
+            (1.0, target_loss),
             xycoords=("axes fraction", "data"),
-            xytext=(4, -4),
+            xytext=(0, 3),
             textcoords="offset points",
-            verticalalignment="top",
+            horizontalalignment="right",
             fontsize=8.5,
             color=FAINT,
         )
     seeds = len(results[0].runs)
-    figure.suptitle("Training on handwritten digits, every optimiser at its best learning rate", fontsize=15, color=INK)
+    figure.suptitle(
+        "Training on handwritten digits, every optimiser at the learning rate its search found", fontsize=15, color=INK
+    )
     figure.supxlabel(
         f"Lines: median of {seeds} seeds. Bands: their range. Dots: when the target loss is first reached. "
         "Seconds: processor time of one thread.",

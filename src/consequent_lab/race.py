@@ -92,19 +92,25 @@ def race(rules: Rules, workers: int, report: Report) -> list[Result]:
         workers: runs at a time, each in its own process with one thread; 1 stays in this process.
         report: called with every piece of progress.
     """
+    # The costly ones go first, so that the workers finish together.
+    order = sorted(CONTESTANTS, key=lambda contestant: not contestant.consequentialist)
     with Pool(workers, report) as pool:
-        searches = [pool.submit(search, contestant, rules) for contestant in CONTESTANTS]
-        trials = [future.result() for future in searches]
-        rates = [best(tried).learning_rate for tried in trials]
-        # Seed by seed, so that a plain contestant and its C- version run at the same time on the same machine.
-        futures = {
-            (contestant, seed): pool.submit(run, contestant, rules, rate, seed)
+        searches = {contestant: pool.submit(search, contestant, rules) for contestant in order}
+        trials = {contestant: searches[contestant].result() for contestant in CONTESTANTS}
+        rates = {contestant: best(tried).learning_rate for contestant, tried in trials.items()}
+        runs = {
+            (contestant, seed): pool.submit(run, contestant, rules, rates[contestant], seed)
             for seed in rules.seeds
-            for contestant, rate in zip(CONTESTANTS, rates, strict=True)
+            for contestant in order
         }
         return [
-            Result(contestant, rate, tried, tuple(futures[contestant, seed].result() for seed in rules.seeds))
-            for contestant, rate, tried in zip(CONTESTANTS, rates, trials, strict=True)
+            Result(
+                contestant,
+                rates[contestant],
+                trials[contestant],
+                tuple(runs[contestant, seed].result() for seed in rules.seeds),
+            )
+            for contestant in CONTESTANTS
         ]
 
 

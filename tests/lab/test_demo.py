@@ -36,7 +36,7 @@ def test_prints_progress_table_and_verdicts(demo):
     for name in NAMES:
         assert f"{name:10} learning rate" in run.stdout
         assert f"{name:10} seed 0, epoch 2: loss" in run.stdout
-        assert f"│ {name} " in run.stdout
+        assert f"\n {name} " in run.stdout
     assert "epochs to" in run.stdout
     assert "seconds to" in run.stdout
     text = " ".join(run.stdout.split())
