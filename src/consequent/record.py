@@ -84,6 +84,7 @@ class Record:
     """
 
     weight: Tensor
+    features: int = 0  # columns that belong to the weight; none where only the bias is trained
     biases: list[Tensor] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     reduced: list[Use] = field(default_factory=list)
@@ -116,11 +117,6 @@ class Record:
     def grad(self) -> Tensor | None:
         """The gradient that tells whether the uses are still in it: the weight's, or else a bias's."""
         return next((member.grad for member in self.members if member.grad is not None), None)
-
-    @property
-    def features(self) -> int:
-        """Columns that belong to the weight: none where only the bias is trained."""
-        return layers.features(self.layer) if self.first_use.trains_weight else 0
 
     @property
     def is_empty(self) -> bool:
@@ -191,6 +187,7 @@ class Record:
                 f"requires_grad of the weight of {use.layer} changed between two backward passes of one step; "
                 "call optimizer.zero_grad() or optimizer.step() before changing it"
             )
+        self.features = layers.features(use.layer) if use.trains_weight else 0
         if use.bias is not None and not any(use.bias is bias for bias in self.biases):
             self.biases.append(use.bias)
         if use.kept_inputs is not None:

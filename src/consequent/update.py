@@ -5,9 +5,10 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from consequent import layers
-from consequent.record import Record
+from consequent.record import Record, Use
 from consequent.ridge import correct_any_gradient, damped_solve_or_fall_back
 from consequent.settings import Damping
 
@@ -72,17 +73,15 @@ def _on_sample_side(record: Record, damping: Damping, *, may_wait: bool) -> Upda
     X, dZ = input_matrix(record), output_grad_matrix(record)
     gram = X @ X.mT
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    finite = (trace.sum() + dZ.sum()).isfinite()
     level = damping.absolute(trace, record.rows)
-    if may_wait and not finite:
-        return Update([], "samples", finite)
     factor = _factor(record, X, dZ, may_wait=may_wait)
     if factor is None:
         gradient = correct_any_gradient(gradient_matrix(record).to(X.dtype), X, level)
         return Update(_split(record, gradient), "samples", gradient.sum().isfinite(), edited=True)
-    finite = finite & torch.as_tensor(factor, device=finite.device).isfinite()
     if damping.value == 0:
-        return Update(_split(record, (torch.linalg.pinv(X) @ dZ).mT * factor), "samples", finite)
+        finite = (trace.sum() + dZ.sum() + factor).isfinite()
+        gradient = (torch.linalg.pinv(X) @ dZ).mT * factor if finite else torch.zeros_like(dZ.mT @ X)
+        return Update(_split(record, gradient), "samples", finite)
     solved = damped_solve_or_fall_back(gram, dZ, level, may_wait=may_wait)
     if may_wait and X.dtype != torch.float64:
         unsafe = solved.doubtful + solved.rescued + solved.fallen_back
@@ -90,33 +89,38 @@ def _on_sample_side(record: Record, damping: Damping, *, may_wait: bool) -> Upda
             X, dZ = X.double(), dZ.double()
             solved = damped_solve_or_fall_back(X @ X.mT, dZ, level, may_wait=True)
             solved.rescued = unsafe - solved.fallen_back
-    finite = finite & solved.solution.sum().isfinite()
-    gradient = (solved.solution.mT * factor) @ X
-    return Update(_split(record, gradient), "samples", finite, solved.rescued, solved.fallen_back)
+    coefficients = solved.solution * factor
+    finite = (trace.sum() + coefficients.sum()).isfinite()
+    return Update(_split(record, coefficients.mT @ X), "samples", finite, solved.rescued, solved.fallen_back)
 
 
 def input_matrix(record: Record) -> Tensor:
     """``[groups, rows, columns]``: the inputs of all uses and the constant 1 of their biases."""
-    blocks = []
-    for use in record.uses:
-        assert use.output_grad is not None
-        dtype = torch.promote_types(use.output_grad.dtype, torch.float32)
-        block = use.output_grad.new_zeros(layers.groups(use.layer), use.rows, record.columns, dtype=dtype)
-        if use.inputs is not None:
-            block[:, :, : record.features] = layers.input_rows(use.layer, use.inputs)
-        for column in record.columns_of(use)[record.features :]:
-            block[:, :, column] = 1
-        blocks.append(block)
-    matrix = torch.cat(blocks, dim=1)
+    matrix = _concatenated([_input_block(record, use) for use in record.uses])
     columns = _columns_with_gradient(record)
     return matrix if len(columns) == record.columns else matrix[:, :, columns]
+
+
+def _input_block(record: Record, use: Use) -> Tensor:
+    assert use.output_grad is not None
+    shape = (layers.groups(use.layer), use.rows, 0)
+    empty = use.output_grad.new_empty(shape)  # where only the bias is trained
+    block = empty if use.inputs is None else layers.input_rows(use.layer, use.inputs)
+    block = block.to(torch.promote_types(block.dtype, torch.float32))
+    for bias in record.biases:
+        block = pad(block, (0, 1), value=1.0 if bias is use.bias else 0.0)
+    return block
 
 
 def output_grad_matrix(record: Record) -> Tensor:
     """``[groups, rows, out_features]``: ΔZ of all uses."""
     blocks = [layers.output_rows(use.layer, use.output_grad) for use in record.uses if use.output_grad is not None]
-    matrix = torch.cat(blocks, dim=1)
+    matrix = _concatenated(blocks)
     return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+
+
+def _concatenated(blocks: list[Tensor]) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
 
 def gradient_matrix(record: Record) -> Tensor:
@@ -198,15 +202,15 @@ def _probe(gradient: Tensor, X: Tensor, dZ: Tensor) -> tuple[Tensor, Tensor, Ten
 
     They agree if ``G = ΔZᵀX``; G is read once, while computing ``ΔZᵀX`` again would cost as much as backpropagation.
     """
-    u, v = _signs(dZ.shape[-1], dZ.device).to(dZ.dtype), _signs(X.shape[-1], X.device).to(X.dtype)
+    u, v = _signs(dZ.shape[-1], dZ.dtype, dZ.device), _signs(X.shape[-1], X.dtype, X.device)
     left, right = dZ @ u, X @ v
     return (left * right).sum(-2), ((gradient @ v) * u).sum(-2), left.norm(dim=-2) * right.norm(dim=-2)
 
 
 @lru_cache(maxsize=256)
-def _signs(size: int, device: torch.device, probes: int = 8) -> Tensor:
+def _signs(size: int, dtype: torch.dtype, device: torch.device, probes: int = 8) -> Tensor:
     generator = torch.Generator().manual_seed(size)  # not the user's random numbers
-    return (torch.randint(0, 2, (size, probes), generator=generator) * 2 - 1).to(device, torch.int8)
+    return (torch.randint(0, 2, (size, probes), generator=generator) * 2 - 1).to(device, dtype)
 
 
 def _rounding(record: Record) -> float:
