@@ -73,6 +73,8 @@ class Capture:
             hook = LayerHook(self, layer)
             self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
         self.layers = dict(named_layers)
+        weights = {layer.weight for layer in self.layers.values()}
+        self.records = {weight: record for weight, record in self.records.items() if weight in weights}
         self.names = {layer: name for name, layer in named_layers.items()}
         for container in _containers(self.model, set(named_layers.values())) - self._containers:
             _drop_inert_hooks(container)

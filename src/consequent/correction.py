@@ -102,7 +102,7 @@ class Consequentialism:
         self._groups = Groups(model, default)
         self._hooks: list[RemovableHandle] = []
         self._reports = Reports(check=check)
-        self._sides: dict[Tensor, str] = {}
+        self._sides: dict[str, str] = {}  # on which each layer was solved last
         self._withheld: list[tuple[Tensor, Tensor]] = []  # gradients kept from the optimiser while it steps
         self._skip_next = False  # the gradients now in .grad hold NaN or inf
         self._watch: Watch | None = None
@@ -118,7 +118,6 @@ class Consequentialism:
             keep_rows=foresight,
             before_entry=self._notice_new_parameters,
         )
-
         _LIVE.add(self)
 
     # ---- attaching ----------------------------------------------------------------------------------------------
@@ -177,6 +176,7 @@ class Consequentialism:
         For those who want to see or clip the corrected gradients. If NaN or inf is met, all gradients become zero
         and an attached optimiser's next step is skipped.
         """
+        self._notice_new_parameters()
         if not self._capture.filled_records():
             raise RuntimeError(
                 "there is nothing to correct: no backward pass went through the model since the last step or "
@@ -216,7 +216,7 @@ class Consequentialism:
         self._watch = None
 
     def _correct_or_withhold(self) -> None:
-        self._groups.read_again()
+        self._notice_new_parameters()
         if self._capture.filled_records():
             must_skip = not self._correct()
         else:
@@ -246,8 +246,9 @@ class Consequentialism:
             if finite is False:
                 return False
             for record, update in zip(records, updates, strict=True):
-                self._reports.updated(self._capture.names[record.layer], update)
-                self._sides[record.weight] = update.side
+                name = self._capture.names[record.layer]
+                self._reports.updated(name, update)
+                self._sides[name] = update.side
             if self.keeps_foresight:
                 self._watch = Watch(records, self._capture.names, self._groups.learning_rate_of, divisor)
             for update in updates:
@@ -357,7 +358,7 @@ class Consequentialism:
         return {p for layer in self._capture.layers.values() for p in layer.parameters(recurse=False)}
 
     def _notice_new_parameters(self) -> None:
-        """Before samples enter the model: a group was added, a layer replaced, a state dict loaded?"""
+        """Before samples enter the model and before a step: a group was added, a layer replaced, a state loaded?"""
         if self._groups.read_again():
             selection = select_layers(self.model, self.include, self.exclude)
             self._plain = selection.plain

@@ -4,20 +4,18 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from consequent import layers
 
 if TYPE_CHECKING:
     from consequent.correction import Consequentialism
 
 
-def describe(correction: "Consequentialism", sides: Mapping[Tensor, str]) -> str:
+def describe(correction: "Consequentialism", sides: Mapping[str, str]) -> str:
     """A readable listing.
 
     Args:
         correction: the correction.
-        sides: for each weight, the side on which it was solved last.
+        sides: for each layer, the side on which it was solved last.
     """
     damping = correction.damping if correction.relative_damping is None else correction.relative_damping
     kind = "damping" if correction.relative_damping is None else "relative_damping"
@@ -34,7 +32,7 @@ def describe(correction: "Consequentialism", sides: Mapping[Tensor, str]) -> str
         side = {
             "samples": "solved on the sample side",
             "features": f"solved on the feature side, {columns} × {columns}",
-        }.get(sides.get(layer.weight, ""), "side chosen at the first step")
+        }.get(sides.get(name, ""), "side chosen at the first step")
         lines.append(f"    {name:{width}}  {kind}, {columns} input columns, {side}")
     lines.append(f"  plain ({len(plain)}):")
     lines += [f"    {name or '(the model itself)':{width}}  {reason}" for name, reason in plain.items()]

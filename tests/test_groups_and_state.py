@@ -1,0 +1,175 @@
+"""Parameter groups, state dicts and relative damping."""
+
+import copy
+import io
+
+import pytest
+import torch
+from kinds import BATCHES, KINDS, LR, make_model, train, train_expected
+from models.expected import check_same, expected_backward, half_squares, twin_of
+from torch import nn
+
+import consequent
+
+
+def test_named_parameters():
+    model = make_model()
+    twin = twin_of(model)
+    train(model, consequent.CSGD(model, model.named_parameters(), lr=LR))
+    train_expected(twin, torch.optim.SGD(twin.parameters(), lr=LR))
+    check_same(model, twin)
+
+
+@pytest.mark.parametrize("samples", [3, 9])
+def test_a_bare_layer_follows_a_loaded_state_dict(samples):
+    """Loading makes new groups; there is no container whose call could tell of it."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2).double()
+    twin = twin_of(model)
+    x = torch.randn(samples, 6, dtype=torch.float64)
+    saved = consequent.CSGD(nn.Linear(6, 2).double(), lr=LR, damping=5.0).state_dict()
+    optimizer = consequent.CSGD(model, lr=LR, damping=0.01)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["damping"] == 5.0
+    for damping in (5.0, 0.5):
+        optimizer.param_groups[0]["damping"] = damping
+        train(model, optimizer, [x])
+        train_expected(twin, torch.optim.SGD(twin.parameters(), lr=LR), [x], damping=damping)
+        check_same(model, twin)
+
+
+def test_a_state_dict_loaded_between_backward_and_step_counts():
+    model = make_model()
+    twin = twin_of(model)
+    optimizer = consequent.CSGD(model, lr=LR, damping=0.01)
+    saved = consequent.CSGD(twin_of(twin), lr=LR, damping=5.0).state_dict()
+    half_squares(model(BATCHES[0])).backward()
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    train_expected(twin, torch.optim.SGD(twin.parameters(), lr=LR), BATCHES[:1], damping=5.0)
+    check_same(model, twin)
+
+
+@pytest.mark.parametrize("ready", [True, False], ids=["CSGD", "attach"])
+def test_the_state_dict_of_the_correction(ready):
+    model = make_model()
+    optimizer = KINDS["CSGD" if ready else "SGD"].make(model)
+    correction = optimizer.correction if ready else None
+    if correction is None:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        correction = consequent.attach(optimizer, model)
+    train(model, optimizer)
+    state = correction.state_dict()
+    assert state == {
+        "damping": 0.01,
+        "relative_damping": None,
+        "loss_reduction": "mean",
+        "counters": {"steps": 3, "skipped": 0, "rescued": 0, "fallen_back": 0, "edited": 0},
+    }
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    twin = twin_of(model)
+    correction.load_state_dict({**saved, "damping": 0.7, "loss_reduction": "sum"})
+    assert correction.counters.steps == 3
+    x = BATCHES[0]
+    optimizer.zero_grad()
+    half_squares(model(x)).backward()
+    optimizer.step()
+    assert correction.counters.steps == 4
+    twin.zero_grad()
+    expected_backward(twin, lambda m: half_squares(m(x)), 1, damping=0.7)
+    torch.optim.SGD(twin.parameters(), lr=LR).step()
+    check_same(model, twin)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        ({"damping": 0.1}, ValueError),
+        ({}, ValueError),
+        ({"damping": -1.0, "relative_damping": None, "loss_reduction": "mean", "counters": {}}, ValueError),
+        ({"damping": 0.3, "relative_damping": None, "loss_reduction": "median", "counters": {}}, ValueError),
+        (
+            {"damping": 0.3, "relative_damping": None, "loss_reduction": "sum", "counters": {"strides": 1}},
+            (ValueError, TypeError),
+        ),
+        (
+            {"damping": None, "relative_damping": None, "loss_reduction": "sum", "counters": {}},
+            (ValueError, TypeError),
+        ),
+    ],
+    ids=["one-key", "empty", "negative-damping", "wrong-reduction", "unknown-counter", "no-damping"],
+)
+def test_bad_state_dicts_change_nothing(bad, error):
+    model = make_model()
+    twin = twin_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    correction = consequent.attach(optimizer, model, damping=0.05)
+    before = copy.deepcopy(correction.state_dict())
+    with pytest.raises(error):
+        correction.load_state_dict(bad)
+    assert correction.state_dict() == before
+    train(model, optimizer)
+    train_expected(twin, torch.optim.SGD(twin.parameters(), lr=LR), damping=0.05)
+    check_same(model, twin)
+
+
+def test_counters_are_a_snapshot():
+    model = make_model()
+    optimizer = consequent.CSGD(model, lr=LR)
+    before = optimizer.correction.counters
+    train(model, optimizer)
+    assert before.steps == 0
+    assert optimizer.correction.counters.steps == 3
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("samples", [4, 30])
+def test_relative_damping_is_a_fraction_of_the_mean_squared_norm(samples, bias):
+    """λ = r · mean ‖x‖², the bias's constant 1 included, computed here without the reference's helper."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2, bias=bias).double()
+    x = 3 * torch.randn(samples, 6, dtype=torch.float64)
+    output_grad = torch.randn(samples, 2, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    consequent.attach(optimizer, model, relative_damping=0.25, loss_reduction="sum")
+    (model(x) * output_grad).sum().backward()
+    optimizer.step()
+    X = torch.cat([x, torch.ones(samples, 1, dtype=torch.float64)], 1) if bias else x
+    level = 0.25 * X.square().sum(1).mean()
+    expected = torch.linalg.solve(X.T @ X + level * torch.eye(X.shape[1], dtype=torch.float64), X.T @ output_grad).T
+    torch.testing.assert_close(model.weight.grad, expected[:, :6])
+    if bias:
+        torch.testing.assert_close(model.bias.grad, expected[:, 6])
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_relative_damping_of_dead_inputs_is_no_update(samples):
+    """A channel that is zero throughout the batch (dead ReLUs) has a zero Gram matrix; its filter must stay finite."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(2, 2, 3, groups=2, bias=False, padding=1).double()
+    twin = twin_of(model)
+    x = torch.randn(samples, 2, 4, 4, dtype=torch.float64)
+    x[:, 1] = 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    consequent.attach(optimizer, model, relative_damping=0.1)
+    half_squares(model(x)).backward()
+    optimizer.step()
+    assert torch.equal(model.weight[1], twin.weight[1])
+    assert model.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("samples", [2, 20])
+@pytest.mark.parametrize("option", [{"damping": 0.01}, {"damping": 0.0}, {"relative_damping": 0.1}], ids=str)
+def test_inputs_that_are_all_zero_leave_the_weight_alone(option, samples):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2, bias=False).double()
+    twin = twin_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    consequent.attach(optimizer, model, **option)
+    half_squares(model(torch.zeros(samples, 6, dtype=torch.float64))).backward()
+    optimizer.step()
+    check_same(model, twin, rtol=0, atol=0)
