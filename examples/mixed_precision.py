@@ -1,4 +1,8 @@
-"""Autocast, a GradScaler, gradient accumulation and norm clipping together: nothing about the loop changes."""
+"""Autocast, a GradScaler, gradient accumulation and norm clipping together: nothing about the loop changes.
+
+(If Python dies of an illegal instruction, the CPU announces bfloat16 units that its virtual machine refuses:
+``ONEDNN_MAX_CPU_ISA=AVX512_CORE`` in the environment helps.)
+"""
 
 import torch
 from torch import nn

@@ -28,7 +28,7 @@ def test_parameters_instead_of_the_model_in_attach():
 def test_arguments_of_attach_in_the_wrong_order():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got SGD"):
+    with pytest.raises(TypeError, match=r"got the model Sequential first: the order is attach\(optimizer, model\)"):
         consequent.attach(model, optimizer)
 
 
@@ -218,3 +218,27 @@ def test_correction_by_hand_is_not_repeated():
     nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
     torch.optim.SGD(twin.parameters(), lr=LR).step()
     check_same(model, twin)
+
+
+def test_an_optimizer_that_nobody_holds():
+    model = make_model()
+    correction = consequent.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    assert "thrown away" in repr(correction)
+    assert not hooks_on(model)
+    half_squares(model(BATCHES[0])).backward()
+    with pytest.raises(RuntimeError, match="no longer exists; keep a reference"):
+        correction.step()
+
+
+def test_a_class_instead_of_an_optimizer():
+    with pytest.raises(TypeError, match="got the class SGD; make an instance"):
+        consequent.attach(torch.optim.SGD, make_model())
+
+
+def test_several_ranks_are_warned_of(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(consequent.ConsequentWarning, match="4 ranks"):
+        consequent.attach(optimizer, model)

@@ -28,7 +28,7 @@ def test_convolutions(capsys):
 
 
 def test_foresight(capsys):
-    rows = re.findall(r"^(\d)\s+([\d.]+)\s+([\d.-]+)\s+([\d.-]+)$", run("foresight", capsys), re.M)
+    rows = re.findall(r"^(\d)\s+([\d.]+)\s+([\d.-]+)\s+[\d.-]+\s+([\d.-]+)$", run("foresight", capsys), re.M)
     assert len(rows) == 3
     for _, ratio, cosine, of_backpropagation in rows:
         assert float(ratio) == pytest.approx(1, abs=0.1)

@@ -351,14 +351,14 @@ def test_bad_weights(run, weights, message):
 @each_filter
 @pytest.mark.parametrize("value", [-0.1, math.nan, math.inf])
 def test_bad_step_size(run, value):
-    with pytest.raises(ValueError, match=rf"step_size must be finite and >= 0, got {value}.*stable for 0 < step_size"):
+    with pytest.raises(ValueError, match=rf"step_size must be finite and ≥ 0, got {value}.*stable for 0 < step_size"):
         run(GOOD_INPUTS, GOOD_TARGETS, step_size=value)
 
 
 @pytest.mark.parametrize("run", [FILTERS["nlms"], FILTERS["apa"]], ids=["nlms", "apa"])
 @pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf])
 def test_bad_damping(run, value):
-    with pytest.raises(ValueError, match=rf"damping must be finite and >= 0, got {value}"):
+    with pytest.raises(ValueError, match=rf"damping must be finite and ≥ 0, got {value}"):
         run(GOOD_INPUTS, GOOD_TARGETS, damping=value)
 
 

@@ -385,11 +385,30 @@ def test_the_table():
     model.add_module("head", nn.Linear(5, 2))
     seen, *_ = one_step(model.double(), torch.randn(3, 6, dtype=torch.float64))
     lines = str(seen).splitlines()
-    assert lines[0].split() == ["layer", "produced/wanted", "cosine", "cosine", "of", "backpropagation"]
-    rows = {line.split()[0]: [float(cell) for cell in line.split()[1:]] for line in lines[1:]}
+    assert lines[1].split() == ["layer", "produced/wanted", "the", "step", "correction", "backpropagation"]
+    rows = {line.split()[0]: [float(cell) for cell in line.split()[1:]] for line in lines[2:]}
     assert set(rows) == {"a_long_name", "head"}
-    for name, (ratio, cos, backprop) in rows.items():
+    for name, (ratio, cos, correction, backprop) in rows.items():
         assert ratio == pytest.approx(seen[name].ratio, abs=1e-4)
         assert cos == pytest.approx(seen[name].cosine, abs=1e-3)
+        assert correction == pytest.approx(seen[name].corrected_cosine, abs=1e-3)
         assert backprop == pytest.approx(seen[name].backprop_cosine, abs=1e-3)
-    assert len({len(line) for line in lines}) == 1
+    assert len({len(line) for line in lines[1:]}) == 1
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.Adam, lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, nesterov=True)]
+)
+def test_the_correction_apart_from_what_the_optimizer_makes_of_it(make):
+    """Momentum and Adam bend the step; the corrected gradient still points at the targets."""
+    torch.manual_seed(0)
+    model = nn.Linear(12, 3).double()
+    optimizer = make(model.parameters(), lr=1e-3)
+    correction = consequent.attach(optimizer, model, damping=1e-9, foresight=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        half_squares(model(torch.randn(4, 12, dtype=torch.float64))).backward()
+        optimizer.step()
+    (layer,) = correction.foresight().values()
+    assert layer.corrected_cosine == pytest.approx(1, abs=1e-6)
+    assert abs(layer.cosine) < 0.99

@@ -173,3 +173,26 @@ def test_inputs_that_are_all_zero_leave_the_weight_alone(option, samples):
     half_squares(model(torch.zeros(samples, 6, dtype=torch.float64))).backward()
     optimizer.step()
     check_same(model, twin, rtol=0, atol=0)
+
+
+def test_the_listing_shows_the_damping_in_use_and_the_samples():
+    model = make_model()
+    optimizer = consequent.CSGD(model, lr=LR, damping=0.25)
+    saved = optimizer.state_dict()
+    other = consequent.CSGD(model, lr=LR, damping=0.5)
+    other.load_state_dict(saved)
+    assert other.correction.damping == 0.25
+    assert "damping=0.25" in repr(other.correction)
+    other.correction.damping = 7.0
+    assert [group["damping"] for group in other.param_groups] == [7.0]
+    half_squares(model(BATCHES[1])).backward()
+    other.step()
+    assert other.correction.samples == len(BATCHES[1])
+    assert f"samples at the last step: {len(BATCHES[1])}" in repr(other.correction)
+
+
+def test_numbers_of_numpy_are_numbers():
+    import numpy as np
+
+    model = make_model()
+    assert consequent.CSGD(model, lr=LR, damping=np.float32(0.5)).correction.damping == 0.5

@@ -317,13 +317,13 @@ def test_bad_input_is_named():
     options = {"activation": torch.tanh, "loss": loss}
     X, Z, _ = forward_phase(inputs, weights, targets, **options)
     for value in (-1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match=f"step_size must be finite and >= 0, got {value}"):
+        with pytest.raises(ValueError, match=f"step_size must be finite and ≥ 0, got {value}"):
             backward_phase(X, weights, Z, targets, step_size=value, **options)
-        with pytest.raises(ValueError, match=f"damping must be finite and >= 0, got {value}"):
+        with pytest.raises(ValueError, match=f"damping must be finite and ≥ 0, got {value}"):
             consequentialist_backward_phase(X, weights, Z, targets, step_size=1.0, damping=value, **options)
-        with pytest.raises(ValueError, match=f"step_size must be finite and >= 0, got {value}"):
+        with pytest.raises(ValueError, match=f"step_size must be finite and ≥ 0, got {value}"):
             lms_update(Z[0], X[0], value)
-        with pytest.raises(ValueError, match=f"epsilon must be finite and >= 0, got {value}"):
+        with pytest.raises(ValueError, match=f"epsilon must be finite and ≥ 0, got {value}"):
             first_extension(X[0], Z[0], value)
     with pytest.raises(ValueError, match="3 weight matrices need 4 inputs and 3 outputs, got 3 and 3"):
         backward_phase(X[1:], weights, Z, targets, step_size=1.0, **options)

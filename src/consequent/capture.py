@@ -1,39 +1,16 @@
-"""What the hooks see: each layer's inputs in the forward pass, its output gradients in the backward pass.
+"""What the hooks bring in: a record for every weight, and the count of samples that entered the model."""
 
-A forward hook sees a layer's input and puts a hook on its *output tensor*, which sees ``ΔZ``. (A module's full backward
-hook fails with in-place activations, and a forward hook alone fires twice under activation checkpointing.)
-
-What was seen must describe the gradient that is in ``.grad`` when the optimiser steps, and nothing else. So a use of a
-layer is recorded only if that backward pass adds to ``.grad``.
-"""
-
-import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from consequent import layers
-from consequent.autograd import (
-    Kept,
-    after_backward,
-    backward_pass_id,
-    gradient_accumulator,
-    transforms_are_active,
-    will_accumulate,
-)
+from consequent.autograd import after_backward, backward_pass_id
+from consequent.hooks import EntryHook, LayerHook, drop_inert_hooks, not_compiled
 from consequent.layers import Layer
 from consequent.record import Entry, Record, Use
-
-F = TypeVar("F", bound=Callable[..., None])
-
-
-def _not_compiled(function: F) -> F:
-    """Keep ``torch.compile`` out of a hook: it breaks the graph there and goes on behind it."""
-    reason = "consequent watches this layer: compile without fullgraph=True, or exclude the layer"
-    return cast(F, torch.compiler.disable(function, reason=reason))
 
 
 class Capture:
@@ -69,7 +46,7 @@ class Capture:
     def extend(self, named_layers: Mapping[str, Layer]) -> None:
         """Hook into the layers that are not hooked yet, and forget those that are gone."""
         for layer in set(named_layers.values()) - set(self.layers.values()):
-            _drop_inert_hooks(layer)
+            drop_inert_hooks(layer)
             hook = LayerHook(self, layer)
             self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
         self.layers = dict(named_layers)
@@ -77,7 +54,7 @@ class Capture:
         self.records = {weight: record for weight, record in self.records.items() if weight in weights}
         self.names = {layer: name for name, layer in named_layers.items()}
         for container in _containers(self.model, set(named_layers.values())) - self._containers:
-            _drop_inert_hooks(container)
+            drop_inert_hooks(container)
             enter, leave = EntryHook(self._enter), EntryHook(self._leave)
             self._handles.append(container.register_forward_pre_hook(enter, with_kwargs=True))
             self._handles.append(container.register_forward_hook(leave, with_kwargs=True, always_call=True))
@@ -171,7 +148,7 @@ class Capture:
             if not record.is_empty:
                 record.mark_accumulated()
 
-    @_not_compiled
+    @not_compiled
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._open_entries and self._open_entries[0][0] is module:
             self._open_entries = []  # an interrupted call (Ctrl-C) never left
@@ -182,126 +159,11 @@ class Capture:
             entry = None if tensor is None else Entry(module, tensor.shape[0], tensor.numel())
         self._open_entries.append((module, entry))
 
-    @_not_compiled
+    @not_compiled
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         while self._open_entries:
             if self._open_entries.pop()[0] is module:
                 break
-
-
-def _inert_hook(*_: Any) -> None:
-    """What a copied or unpickled model has in place of a hook: the copy must not feed the original's correction."""
-
-
-class _Uncopyable:
-    """A hook that stays behind when its model is copied or pickled."""
-
-    def __reduce__(self) -> Any:
-        return _make_inert_hook, ()
-
-
-def _make_inert_hook() -> Callable[..., None]:
-    return _inert_hook
-
-
-def _drop_inert_hooks(module: nn.Module) -> None:
-    """Copies of copies would gather them."""
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        for key in [key for key, hook in hooks.items() if hook is _inert_hook]:
-            hooks.pop(key)
-
-
-class EntryHook(_Uncopyable):
-    """A hook on a module that contains layers."""
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self.function = function
-
-    def __call__(self, *args: Any) -> None:
-        """Pass the call on."""
-        self.function(*args)
-
-
-class LayerHook(_Uncopyable):
-    """The forward hook on one layer."""
-
-    def __init__(self, capture: Capture, layer: Layer) -> None:
-        self.capture = capture
-        self.layer = layer
-        self.is_checked = False
-
-    @_not_compiled
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """The layer was called."""
-        if module is not self.layer or module in self.capture.misbehaving:
-            return  # (a replica of nn.DataParallel is not the layer)
-        if transforms_are_active() or not isinstance(output, Tensor):
-            return
-        if not output.requires_grad:
-            self.capture.note_call_without_graph(self.layer)
-            return
-        inputs = args[0] if args else next(iter(kwargs.values()))
-        if not isinstance(inputs, Tensor):
-            return
-        reason = self._why_not(inputs, output)
-        if reason is not None:
-            self.capture.misbehaving[module] = reason
-            return
-        weight, bias = _trainable(self.layer, "weight"), _trainable(self.layer, "bias")
-        if weight is not None and not self.capture.wants(weight):
-            weight = None
-        if bias is not None and not self.capture.wants(bias):
-            bias = None
-        if weight is None and bias is None:
-            return
-        if inputs.dtype != output.dtype:
-            inputs = inputs.to(output.dtype)  # autocast did the same: this is what met the weight
-        use = Use(
-            layer=self.layer,
-            weight=self.layer.weight,
-            bias=bias,
-            trains_weight=weight is not None,
-            entry=self.capture.entry_for(self.layer, inputs),
-            rows=layers.count_rows(self.layer, output),
-            dtype=output.dtype,
-            kept_inputs=None if weight is None else Kept(inputs),
-        )
-        accumulators = [gradient_accumulator(parameter) for parameter in (weight, bias) if parameter is not None]
-        capture = self.capture
-
-        def output_grad_arrived(grad: Tensor) -> None:
-            if any(will_accumulate(accumulator) for accumulator in accumulators):
-                capture.output_grad_arrived(use, grad)
-
-        output.register_hook(output_grad_arrived)
-
-    def _why_not(self, inputs: Tensor, output: Tensor) -> str | None:
-        """Why the layer is not the matrix product that its class promises, if it is not."""
-        if "weight" not in self.layer._parameters or ("bias" not in self.layer._parameters):
-            return "it was parametrised or pruned after attaching"
-        if self.is_checked or self._behaves(inputs, output):
-            return None
-        kind = next(t.__name__ for t in layers.LAYER_TYPES if isinstance(self.layer, t))
-        return f"its forward does not compute what nn.{kind} computes"
-
-    def _behaves(self, inputs: Tensor, output: Tensor) -> bool:
-        """Compare the first output with what the layer's class computes; subclasses may compute anything."""
-        with torch.no_grad():
-            few = layers.as_batch(self.layer, inputs)[:2]
-            weight, bias = self.layer.weight.detach(), self.layer.bias
-            expected = layers.apply(self.layer, few, weight, None if bias is None else bias.detach())
-            actual = layers.as_batch(self.layer, output)[:2]
-            if expected.numel() == 0:
-                return True
-            if expected.shape != actual.shape:
-                difference, scale = torch.tensor(1.0), torch.tensor(1.0)
-            else:
-                difference, scale = (expected - actual).abs().max(), expected.abs().max()
-            if not (difference.isfinite() and scale.isfinite()) or (scale == 0 and difference == 0):
-                return True  # says nothing; look again at the next batch
-            tolerance = {torch.float64: 1e-9, torch.float32: 2e-3}.get(output.dtype, 5e-2)
-        self.is_checked = True
-        return bool(difference <= tolerance * scale)
 
 
 def first_tensor(value: Any) -> Tensor | None:
@@ -314,16 +176,6 @@ def first_tensor(value: Any) -> Tensor | None:
     elif isinstance(value, list | tuple):
         inside = value
     return next((tensor for item in inside if (tensor := first_tensor(item)) is not None), None)
-
-
-def readable_name(name: str) -> str:
-    """A module's name without what ``torch.compile`` and data-parallel wrappers put before it."""
-    return re.sub(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)", "", name).lstrip(".")
-
-
-def _trainable(layer: Layer, name: str) -> Tensor | None:
-    parameter = getattr(layer, name)
-    return parameter if isinstance(parameter, nn.Parameter) and parameter.requires_grad else None
 
 
 def _containers(model: nn.Module, inner: set[Layer]) -> set[nn.Module]:

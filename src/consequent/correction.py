@@ -6,19 +6,26 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from consequent.autograd import answers_at_once
 from consequent.capture import Capture
+from consequent.checks import check_damping
 from consequent.counters import Counters
 from consequent.describe import describe
 from consequent.foresight import Foresight, Watch
 from consequent.groups import Groups
-from consequent.guards import refuse_corrected_before, refuse_uncaptured, uncaptured_layers
+from consequent.guards import (
+    check_optimizer,
+    refuse_corrected_before,
+    refuse_uncaptured,
+    uncaptured_layers,
+    warn_of_ranks,
+)
 from consequent.layers import Layer
 from consequent.record import Record
-from consequent.reports import Reports
-from consequent.ridge import check_damping
+from consequent.reports import Reports, shown
 from consequent.selection import Patterns, listed, select_layers
 from consequent.settings import Damping, LossReduction, Options, check_loss_reduction, loss_divisor
 from consequent.update import Update, consequentialist_update
@@ -52,6 +59,7 @@ def attach(
         True
         >>> correction.detach()  # and it is plain SGD again
     """
+    check_optimizer(optimizer)
     correction = Consequentialism(model, damping, **options)
     try:
         correction.attach(optimizer)
@@ -71,7 +79,8 @@ class Consequentialism:
         relative_damping: instead of ``damping``: λ as a fraction of the inputs' mean squared norm.
         loss_reduction: how the loss sums up over samples, so that the learning rate keeps the paper's meaning:
             ``"mean"`` (over the samples that enter the model), ``"sum"``, or the loss's own divisor: a number, or a
-            function of the number of samples (``lambda samples: samples * outputs`` for the default ``F.mse_loss``).
+            function of the number of samples (``lambda samples: samples * outputs / 2`` for the default ``F.mse_loss``,
+            which has no ½).
         include: which layers to correct: module types, names or compiled regular expressions. None: all that can be.
         exclude: which to leave out, likewise.
         check: raise on NaN, inf or a failed factorisation instead of counting it. On a GPU this waits for the device.
@@ -93,12 +102,12 @@ class Consequentialism:
         default = _default_damping(damping, relative_damping)
         check_loss_reduction(loss_reduction)
         self.model = model
-        self._damping = damping
-        self._relative_damping = relative_damping
+        self._damping = damping  # what applies once relative_damping is set to None
         self.loss_reduction = loss_reduction
         self.include = None if include is None else listed(include, "include")
         self.exclude = listed(exclude, "exclude")
         self.keeps_foresight = foresight
+        self.samples: int | None = None  # N of the last step
         self._groups = Groups(model, default)
         self._hooks: list[RemovableHandle] = []
         self._reports = Reports(check=check)
@@ -124,16 +133,7 @@ class Consequentialism:
 
     def attach(self, optimizer: Optimizer) -> "Consequentialism":
         """Correct the gradients at every ``optimizer.step()`` from now on."""
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}; the order is "
-                "consequent.attach(optimizer, model)"
-            )
-        if isinstance(optimizer, LBFGS):
-            raise TypeError(
-                "LBFGS cannot be made consequentialist: its line search and its curvature estimate need the gradient "
-                "of the loss, and a corrected gradient is not one. Use SGD, Adam or another first-order optimiser."
-            )
+        check_optimizer(optimizer)
         if not self._capture.is_installed:
             raise RuntimeError("this Consequentialism was detached for good; make a new one with consequent.attach()")
         if self.optimizer is not None:
@@ -150,6 +150,7 @@ class Consequentialism:
                 f"this {type(optimizer).__name__} is attached to these layers already: they would be corrected twice. "
                 "Keep the first correction, or detach() it."
             )
+        warn_of_ranks()
         self._groups.take(optimizer, when_gone=self._capture.remove)  # its hooks on the model go with it
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -177,6 +178,11 @@ class Consequentialism:
         and an attached optimiser's next step is skipped.
         """
         self._notice_new_parameters()
+        if self._groups.lost_its_optimizer:
+            raise RuntimeError(
+                "the optimiser this was attached to no longer exists; keep a reference to it: "
+                "optimizer = …; consequent.attach(optimizer, model)"
+            )
         if not self._capture.filled_records():
             raise RuntimeError(
                 "there is nothing to correct: no backward pass went through the model since the last step or "
@@ -238,7 +244,8 @@ class Consequentialism:
         try:
             refuse_corrected_before(records, self._capture, (c._capture for c in _LIVE if c is not self))
             self._list_uncaptured(records)
-            divisor = loss_divisor(self.loss_reduction, self._capture.samples())
+            self.samples = self._capture.samples()
+            divisor = loss_divisor(self.loss_reduction, self.samples)
             updates = [self._update_of(record) for record in records]
             records, updates = self._leave_out_foreign(records, updates)
             finite = self._all_finite(records, updates)
@@ -256,6 +263,9 @@ class Consequentialism:
                     assert parameter.grad is not None
                     scaled = gradient * divisor
                     parameter.grad.copy_(scaled if finite is True else torch.where(finite, scaled, 0))
+            self._reports.step_taken()
+            if self._watch is not None:
+                self._watch.note_corrected()
             for record, update in zip(records, updates, strict=True):
                 record.mark_corrected([parameter for parameter, _ in update.gradients])
             return True
@@ -277,9 +287,9 @@ class Consequentialism:
 
     def _all_finite(self, records: list[Record], updates: list[Update]) -> bool | Tensor:
         """Whether the step may be taken; on a GPU that is not waited for, a tensor (and plain gradients are zeroed)."""
-        corrected = {p for update in updates for p, _ in update.gradients}
+        corrected = {p for record in records for p in record.members}
         plain = [(p, p.grad) for p in self._groups.parameters() if p.grad is not None and p not in corrected]
-        flags = [(repr(self._capture.names[r.layer]), u.finite) for r, u in zip(records, updates, strict=True)]
+        flags = [(shown(self._capture.names[r.layer]), u.finite) for r, u in zip(records, updates, strict=True)]
         flags += [("a layer that is not corrected", _is_finite(grad)) for _, grad in plain]
         found_inf = getattr(self.optimizer, "found_inf", None)  # a GradScaler's, with a fused optimiser
         bad = [name for name, flag in flags if self._may_wait(flag) and not flag]
@@ -323,24 +333,26 @@ class Consequentialism:
     @property
     def damping(self) -> float:
         """λ. Setting it changes all parameter groups that have no damping of their own."""
-        return self._damping
+        default = self._groups.default
+        return self._damping if default.relative else default.value
 
     @damping.setter
     def damping(self, damping: float) -> None:
-        self._change_default(damping, self._relative_damping)
+        self._change_default(damping, self.relative_damping)
 
     @property
     def relative_damping(self) -> float | None:
         """λ as a fraction of the inputs' mean squared norm; None if it is absolute. May be set, like ``damping``."""
-        return self._relative_damping
+        default = self._groups.default
+        return default.value if default.relative else None
 
     @relative_damping.setter
     def relative_damping(self, relative_damping: float | None) -> None:
-        self._change_default(self._damping, relative_damping)
+        self._change_default(self.damping, relative_damping)
 
     def _change_default(self, damping: float, relative_damping: float | None) -> None:
         self._groups.change_default(_default_damping(damping, relative_damping))
-        self._damping, self._relative_damping = damping, relative_damping
+        self._damping = damping
 
     @property
     def check(self) -> bool:
@@ -352,7 +364,7 @@ class Consequentialism:
         self._reports.check = check
 
     def _may_wait(self, tensor: Tensor) -> bool:
-        return self.check or tensor.device.type == "cpu"
+        return self.check or answers_at_once(tensor)
 
     def _layer_parameters(self) -> set[Tensor]:
         return {p for layer in self._capture.layers.values() for p in layer.parameters(recurse=False)}
@@ -405,7 +417,7 @@ class Consequentialism:
         return reasons
 
     def __repr__(self) -> str:
-        return describe(self, self._sides)
+        return describe(self, self._groups, self._sides)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copied or pickled model has no correction: attach to the copy

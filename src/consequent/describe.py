@@ -5,36 +5,40 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from consequent import layers
+from consequent.groups import Groups
 
 if TYPE_CHECKING:
     from consequent.correction import Consequentialism
 
 
-def describe(correction: "Consequentialism", sides: Mapping[str, str]) -> str:
+def describe(correction: "Consequentialism", groups: Groups, sides: Mapping[str, str]) -> str:
     """A readable listing.
 
     Args:
         correction: the correction.
+        groups: what its optimiser's parameter groups say.
         sides: for each layer, the side on which it was solved last.
     """
-    damping = correction.damping if correction.relative_damping is None else correction.relative_damping
-    kind = "damping" if correction.relative_damping is None else "relative_damping"
     reduction = "a function of the samples" if callable(correction.loss_reduction) else correction.loss_reduction
     optimizer = correction.optimizer
     where = "not attached" if optimizer is None else f"attached to {type(optimizer).__name__}"
-    lines = [f"Consequentialism({kind}={damping:g}, loss_reduction={reduction!r}), {where}"]
+    if groups.lost_its_optimizer:
+        where = "its optimiser was thrown away"
+    dampings = " and ".join(map(str, groups.dampings()))
+    lines = [f"Consequentialism({dampings}, loss_reduction={reduction!r}), {where}"]
     corrected, plain = correction.corrected, correction.plain
     width = max(len(name) for name in (*corrected, *plain, ""))
     lines.append(f"  corrected ({len(corrected)}):")
     for name, layer in corrected.items():
         columns = layers.features(layer) + (layer.bias is not None)
-        kind = type(layer).__name__ + (f" × {layers.groups(layer)} groups" if layers.groups(layer) > 1 else "")
+        layer_type = type(layer).__name__ + (f" × {layers.groups(layer)} groups" if layers.groups(layer) > 1 else "")
         side = {
             "samples": "solved on the sample side",
             "features": f"solved on the feature side, {columns} × {columns}",
         }.get(sides.get(name, ""), "side chosen at the first step")
-        lines.append(f"    {name:{width}}  {kind}, {columns} input columns, {side}")
+        lines.append(f"    {name or '(the model itself)':{width}}  {layer_type}, {columns} input columns, {side}")
     lines.append(f"  plain ({len(plain)}):")
     lines += [f"    {name or '(the model itself)':{width}}  {reason}" for name, reason in plain.items()]
     counts = ", ".join(f"{name} {count}" for name, count in asdict(correction.counters).items())
-    return "\n".join([*lines, f"  counters: {counts}"])
+    samples = "" if correction.samples is None else f"; samples at the last step: {correction.samples}"
+    return "\n".join([*lines, f"  counters: {counts}{samples}"])

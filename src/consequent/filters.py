@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from consequent.checks import check_nonnegative
+
 __all__ = ["FilterResult", "apa", "lms", "nlms"]
 
 
@@ -73,7 +75,7 @@ def lms(inputs: Tensor, targets: Tensor, step_size: float, *, weights: Tensor | 
                 [2., 0.],
                 [2., 8.]])
     """
-    _require_nonnegative("step_size", step_size, "LMS is stable for 0 < step_size < 2 / ‖x‖²")
+    check_nonnegative("step_size", step_size, "LMS is stable for 0 < step_size < 2 / ‖x‖²")
 
     def change(sample: int, weights: Tensor, errors: Tensor) -> Tensor:
         return step_size * torch.outer(errors, inputs[sample])
@@ -117,8 +119,8 @@ def nlms(
                 [4., 4.],
                 [4., 4.]])
     """
-    _require_nonnegative("step_size", step_size, "NLMS is stable for 0 < step_size < 2")
-    _require_nonnegative("damping", damping, "use 0 or a small positive number")
+    check_nonnegative("step_size", step_size, "NLMS is stable for 0 < step_size < 2")
+    check_nonnegative("damping", damping, "use 0 or a small positive number")
 
     def change(sample: int, weights: Tensor, errors: Tensor) -> Tensor:
         return step_size * torch.outer(errors, _normalised(inputs[sample], damping))
@@ -170,8 +172,8 @@ def apa(
         >>> torch.allclose(inputs @ result.weights[-1], targets)
         True
     """
-    _require_nonnegative("step_size", step_size, "APA is stable for 0 < step_size < 2")
-    _require_nonnegative("damping", damping, "use 0 (pseudo-inverse) or a small positive number")
+    check_nonnegative("step_size", step_size, "APA is stable for 0 < step_size < 2")
+    check_nonnegative("damping", damping, "use 0 (pseudo-inverse) or a small positive number")
     if order < 1 or order != int(order):
         raise ValueError(f"order must be an integer >= 1, got {order}; order=1 is NLMS.")
     columns = targets if targets.ndim == 2 else targets.unsqueeze(-1)
@@ -229,11 +231,6 @@ def _damped_pseudo_inverse(samples: Tensor, damping: float) -> Tensor:
     inverted = torch.where(visible, 1 / (singular + damping / singular), 0.0)
     pseudo_inverse: Tensor = (right.mT * inverted) @ left.mT
     return pseudo_inverse
-
-
-def _require_nonnegative(name: str, value: float, remedy: str) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} must be finite and >= 0, got {value}; {remedy}.")
 
 
 def _require_stream(inputs: Tensor, targets: Tensor) -> None:

@@ -20,7 +20,9 @@ class LayerForesight:
         produced: ``ΔW X``, the change that the new weights make on the same inputs (its own layer's part: what the
             layers before it changed as well is not in it).
         ratio: ``‖produced‖ / ‖wanted‖``; 1 is ideal.
-        cosine: between produced and wanted; 1 is straight toward the (virtual) targets.
+        cosine: between produced and wanted; 1 is straight toward the (virtual) targets. This is the whole step:
+            momentum or Adam's scaling, which know of other mini-batches, take part in it.
+        corrected_cosine: the cosine of the consequentialist gradient alone.
         backprop_cosine: the cosine that the plain gradient would have had.
         interference: ``XᵀX``, an entry per pair of samples, a matrix for each call of the layer: how much a change made
             for one sample spills over into another. Convolutions and sequences: summed over positions.
@@ -30,6 +32,7 @@ class LayerForesight:
     produced: tuple[Tensor, ...]
     ratio: float
     cosine: float
+    corrected_cosine: float
     backprop_cosine: float
     interference: tuple[Tensor, ...]
 
@@ -38,10 +41,14 @@ class Foresight(dict[str, LayerForesight]):
     """The layers of the last step, by name. Printing it shows a table."""
 
     def __str__(self) -> str:
-        width = max((len(name) for name in self), default=5)
-        lines = [f"{'layer':{width}}  produced/wanted  cosine  cosine of backpropagation"]
+        width = max(len("layer"), *(len(name) for name in self), 0)
+        lines = [
+            f"{'':{width}}                   cosine between wanted and",
+            f"{'layer':{width}}  produced/wanted  the step  correction  backpropagation",
+        ]
         for name, layer in self.items():
-            lines.append(f"{name:{width}}  {layer.ratio:15.4f}  {layer.cosine:6.3f}  {layer.backprop_cosine:25.3f}")
+            cosines = f"{layer.cosine:8.3f}  {layer.corrected_cosine:10.3f}  {layer.backprop_cosine:15.3f}"
+            lines.append(f"{name:{width}}  {layer.ratio:15.4f}  {cosines}")
         return "\n".join(lines)
 
 
@@ -52,6 +59,7 @@ class _Watched:
     inputs: Tensor | None
     wanted: Tensor
     backprop: Tensor
+    corrected: Tensor | None = None
 
 
 class Watch:
@@ -77,6 +85,11 @@ class Watch:
                 wanted = -scale * use.output_grad.to(plain.dtype)
                 self.watched.append(_Watched(use, names[use.layer], use.inputs, wanted, -plain))
 
+    def note_corrected(self) -> None:
+        """The gradients in ``.grad`` are the consequentialist ones now."""
+        for call in self.watched:
+            call.corrected = -_output_change(call.use, call.inputs, lambda parameter: parameter.grad)
+
     def compare(self) -> Foresight:
         """After the step: what its weight change does to the outputs."""
         by_name: dict[str, list[_Watched]] = {}
@@ -97,6 +110,7 @@ class Watch:
             produced=produced,
             ratio=produced_norm / wanted_norm if wanted_norm > 0 else float("nan"),
             cosine=_cosine(produced, wanted),
+            corrected_cosine=_cosine(tuple(call.corrected for call in calls if call.corrected is not None), wanted),
             backprop_cosine=_cosine(backprop, wanted),
             interference=tuple(_interference(call) for call in calls),
         )

@@ -16,7 +16,7 @@ class Groups:
 
     def __init__(self, model: nn.Module, default: Damping) -> None:
         self.model = model
-        self.default = default
+        self._default = default
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._group_of: dict[Tensor, dict[str, Any]] = {}
 
@@ -44,11 +44,28 @@ class Groups:
         """All parameters that a step changes."""
         return list(self.model.parameters()) if self._optimizer is None else list(self._group_of)
 
+    def dampings(self) -> list[Damping]:
+        """All that are in use, each once."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        own = [Damping.chosen(group.get("damping"), group.get("relative_damping")) for group in groups]
+        return list(dict.fromkeys(damping or self._default for damping in own)) or [self._default]
+
+    @property
+    def default(self) -> Damping:
+        """λ of groups without one of their own; where all have the same one, that."""
+        used = self.dampings()
+        return used[0] if len(used) == 1 else self._default
+
+    @property
+    def lost_its_optimizer(self) -> bool:
+        """Whether there was an optimiser that nobody else held."""
+        return self._optimizer is not None and self._optimizer() is None
+
     def damping_of(self, parameter: Tensor) -> Damping:
         """λ for a parameter: its group's own, or the default."""
         group = self._group_of.get(parameter, {})
         own = Damping.chosen(group.get("damping"), group.get("relative_damping"), " (in a parameter group)")
-        return own or self.default
+        return own or self._default
 
     def learning_rate_of(self, parameter: Tensor) -> float:
         """μ for a parameter: how far a step goes down the gradient in ``.grad``."""
@@ -59,9 +76,10 @@ class Groups:
 
     def change_default(self, default: Damping) -> None:
         """Change λ for all groups that have none of their own (a ready-made optimiser's groups repeat the default)."""
+        old = self.default
         for group in [] if self.optimizer is None else self.optimizer.param_groups:
-            if Damping.chosen(group.get("damping"), group.get("relative_damping")) == self.default:
+            if Damping.chosen(group.get("damping"), group.get("relative_damping")) == old:
                 group.pop("damping", None)
                 group.pop("relative_damping", None)
                 group["relative_damping" if default.relative else "damping"] = default.value
-        self.default = default
+        self._default = default

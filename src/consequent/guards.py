@@ -1,27 +1,60 @@
 """Refusing what would be silently wrong: gradients that no backward pass explains, or that were corrected before."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
 
 from consequent.capture import Capture
+from consequent.errors import ConsequentWarning
 from consequent.record import Record
+from consequent.reports import shown
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Raise unless it is an optimiser that can be made consequentialist."""
+    if isinstance(optimizer, nn.Module):
+        raise TypeError(f"got the model {type(optimizer).__name__} first: the order is attach(optimizer, model)")
+    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+        name = optimizer.__name__
+        raise TypeError(f"got the class {name}; make an instance: {name}(model.parameters(), lr=…)")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, LBFGS):
+        raise TypeError(
+            "LBFGS cannot be made consequentialist: its line search and its curvature estimate need the gradient of "
+            "the loss, and a corrected gradient is not one. Use SGD, Adam or another first-order optimiser."
+        )
+
+
+def warn_of_ranks() -> None:
+    """One process is all that is supported: another rank's inputs would be missing."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        warnings.warn(
+            f"{distributed.get_world_size()} ranks are training together: each of them corrects with its own inputs "
+            "only, which is another algorithm and depends on the number of ranks",
+            ConsequentWarning,
+            stacklevel=4,
+        )
 
 
 def refuse_corrected_before(records: Iterable[Record], capture: Capture, others: Iterable[Capture]) -> None:
     """Raise if a gradient is, or contains, one that a correction has rewritten already."""
     others = list(others)
     for record in records:
-        name = capture.names[record.layer]
+        name = shown(capture.names[record.layer])
         if record.accumulated_on_corrected:
             raise RuntimeError(
-                f"layer {name!r}: this backward pass was added to a gradient that had been corrected already. "
+                f"{name}: this backward pass was added to a gradient that had been corrected already. "
                 "Call optimizer.zero_grad() between a step and the next backward pass."
             )
         theirs = [other.records[record.weight] for other in others if record.weight in other.records]
         if any(other.has_just_corrected(parameter) for other in theirs for parameter in record.members):
             raise RuntimeError(
-                f"layer {name!r}: its gradient was corrected just now by another Consequentialism on the same model, "
+                f"{name}: its gradient was corrected just now by another Consequentialism on the same model, "
                 "and would be corrected twice. Keep one of them and detach() the other."
             )
 
@@ -37,9 +70,10 @@ def refuse_uncaptured(capture: Capture, owns: Callable[[Tensor], bool]) -> None:
                 continue
             if record is None or not record.was_corrected(parameter):
                 raise RuntimeError(
-                    f"layer {name!r} has a gradient, but no forward and backward pass through the attached model was "
-                    "seen for it. Was the model compiled and called before attaching (attach first), is it a copy of "
-                    "the attached model, or was .grad set by hand (use consequential_gradient, or detach)?"
+                    f"{shown(name)} has a gradient, but no forward and backward pass through the attached model was "
+                    "seen for it. Was backward() called before attaching (zero_grad() and go on), the model compiled "
+                    "and called before attaching (attach first), is it a copy of the attached model, or was .grad set "
+                    "by hand (use consequential_gradient, or detach)?"
                 )
 
 

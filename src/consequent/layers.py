@@ -94,10 +94,8 @@ def weight_matrix(layer: Layer, weight: Tensor) -> Tensor:
     return weight.reshape(groups(layer), -1, features(layer))
 
 
-def apply(layer: Layer, inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def apply(layer: Layer, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What the layer's class does, with the given weight and bias, whatever its own ``forward`` may do."""
-    if weight is None:
-        weight = torch.zeros_like(layer.weight)
     if isinstance(layer, nn.Linear):
         return F.linear(inputs, weight, bias)
     convolve = (F.conv1d, F.conv2d, F.conv3d)[spatial_dims(layer) - 1]

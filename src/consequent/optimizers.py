@@ -96,13 +96,15 @@ class CSGD(_Consequentialist, SGD):
         params: parameters or parameter groups, as in torch; None is all of the model's. The paper gives the last
             layer a tenth of the learning rate: ``[{"params": body}, {"params": head, "lr": 0.01}]``.
         lr: μ, with the paper's meaning (see ``loss_reduction``): 1 would land a single linear layer on its targets.
-        damping: λ, and all further arguments of :class:`consequent.Consequentialism`.
+            With momentum m, dense networks want about (1 − m) times the rate they want without.
+        damping: λ, and all further arguments of :class:`consequent.Consequentialism`. (torch's ``dampening`` is
+            something else: it belongs to momentum.)
         options: all further options of :class:`torch.optim.SGD`.
 
     Example:
         >>> import torch, consequent
         >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = consequent.CSGD(model, lr=0.1, momentum=0.95, nesterov=True, damping=0.03)
+        >>> optimizer = consequent.CSGD(model, lr=0.01, momentum=0.9, nesterov=True, damping=0.03)
         >>> isinstance(optimizer, torch.optim.SGD)
         True
         >>> list(optimizer.correction.corrected)

@@ -11,12 +11,13 @@ changes *to be added* to the weights (a right arrow). Losses are taken as they a
 * :func:`consequentialist_backward_phase`, Algorithm 3, the proposal: ``ΔŴ = −μ ΔZ (XᵀX + λI)⁻¹ Xᵀ``.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from consequent.checks import check_nonnegative
 
 __all__ = [
     "ForwardPhase",
@@ -136,7 +137,7 @@ def backward_phase(
         >>> backward_phase(X, weights, Z, targets, activation=torch.relu, loss=half_squares, step_size=0.5)
         [tensor([[-1.0000, -0.5000]])]
     """
-    _require_nonnegative("step_size", step_size)
+    check_nonnegative("step_size", step_size, "give a number of 0 or more")
     return [
         -step_size * output_grads @ layer_inputs.mT
         for output_grads, layer_inputs in _backpropagate(
@@ -200,8 +201,8 @@ def consequentialist_backward_phase(
         >>> torch.allclose((weights[0] + change) @ X[0], targets)
         True
     """
-    _require_nonnegative("step_size", step_size)
-    _require_nonnegative("damping", damping)
+    check_nonnegative("step_size", step_size, "give a number of 0 or more")
+    check_nonnegative("damping", damping, "give a number of 0 or more")
     return [
         -step_size * output_grads @ _ridge_pseudo_inverse(layer_inputs, damping)
         for output_grads, layer_inputs in _backpropagate(
@@ -263,7 +264,7 @@ def lms_update(errors: Tensor, inputs: Tensor, step_size: float) -> Tensor:
         >>> lms_update(torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 0.0], [0.0, 3.0]]), 0.5)
         tensor([[1.0000, 1.5000]])
     """
-    _require_nonnegative("step_size", step_size)
+    check_nonnegative("step_size", step_size, "give a number of 0 or more")
     _require_columns("errors", errors, inputs)
     return step_size * errors @ inputs.mT
 
@@ -295,8 +296,8 @@ def first_extension(inputs: Tensor, output_grads: Tensor, epsilon: float = 0.0, 
         >>> first_extension(inputs, torch.tensor([[1.0, 1.0]])) @ inputs
         tensor([[-2., -2.]])
     """
-    _require_nonnegative("epsilon", epsilon)
-    _require_nonnegative("step_size", step_size)
+    check_nonnegative("epsilon", epsilon, "give a number of 0 or more")
+    check_nonnegative("step_size", step_size, "give a number of 0 or more")
     _require_columns("output_grads", output_grads, inputs)
     squared_norms = inputs.square().sum(dim=0) + epsilon
     normalised = torch.where(squared_norms > 0, inputs / squared_norms, 0.0)
@@ -407,11 +408,6 @@ def _per_layer(name: str, function: Activation | Sequence[Activation], layers: i
             f"{name} has {len(functions)} entries for {layers} layers; give one for all, or one per layer."
         )
     return functions
-
-
-def _require_nonnegative(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} must be finite and >= 0, got {value}; give a number of 0 or more.")
 
 
 def _require_columns(name: str, matrix: Tensor, inputs: Tensor) -> None:

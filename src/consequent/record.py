@@ -3,7 +3,6 @@
 Everything recorded is dropped as soon as ``.grad`` is found to have been emptied since.
 """
 
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from consequent import layers
-from consequent.autograd import Kept, graph_is_retained
+from consequent.autograd import Kept, answers_at_once, graph_is_retained
+from consequent.grad_mark import GradMark
 from consequent.layers import Layer
 from consequent.moments import second_moment
 
@@ -48,30 +48,6 @@ class Use:
             return self.weight
         assert self.bias is not None
         return self.bias
-
-
-@dataclass
-class GradMark:
-    """Tells whether a ``.grad`` was replaced or written to since the mark was made.
-
-    No proof: ``GradScaler.unscale_`` and writing through ``.data`` leave no trace.
-    """
-
-    tensor: "weakref.ref[Tensor] | None"
-    version: int
-
-    @classmethod
-    def of(cls, grad: Tensor | None) -> "GradMark":
-        """A mark on the gradient as it is now."""
-        return cls(None, -1) if grad is None else cls(weakref.ref(grad), grad._version)
-
-    def is_same_tensor(self, grad: Tensor | None) -> bool:
-        """Whether the gradient is the very tensor, its numbers aside."""
-        return grad is not None and self.tensor is not None and self.tensor() is grad
-
-    def holds(self, grad: Tensor | None) -> bool:
-        """Whether nobody touched the gradient since."""
-        return self.is_same_tensor(grad) and grad is not None and grad._version == self.version
 
 
 @dataclass(eq=False)
@@ -158,10 +134,10 @@ class Record:
         elif self.is_empty:
             marks = [mark for _, mark in self.corrected if mark.is_same_tensor(grad)]
             if marks:
-                self.accumulated_on_corrected = marks[0].holds(grad) if grad.is_cuda else bool(grad.any())
+                self.accumulated_on_corrected = bool(grad.any()) if answers_at_once(grad) else marks[0].holds(grad)
             else:
                 self.edited = True
-        elif not grad.is_cuda or not self.is_untouched():  # on a GPU, look only if there is a reason to
+        elif answers_at_once(grad) or not self.is_untouched():  # on a GPU, look only if there is a reason to
             if not bool(grad.any()):
                 self.clear()
             elif not self.is_untouched():

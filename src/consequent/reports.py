@@ -1,12 +1,22 @@
 """What users are told: every step that was not ordinary is counted, and each cause is warned of once."""
 
+import sys
 import warnings
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from consequent.counters import Tally
 from consequent.errors import ConsequentWarning, LinAlgError, NonFiniteError
 from consequent.update import Update
+
+_NOT_THE_USERS = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
+
+
+def shown(name: str) -> str:
+    """A layer's name in a message."""
+    return f"layer {name!r}" if name else "the model itself"
 
 
 class Reports(Tally):
@@ -16,21 +26,30 @@ class Reports(Tally):
         super().__init__()
         self.check = check
         self._warned: set[str] = set()
+        self._skipped_in_a_row = 0
 
-    def non_finite(self, names: list[str]) -> None:
+    def non_finite(self, layers: list[str]) -> None:
         """NaN or inf was met in these layers: the step is not taken."""
-        where = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
-        message = f"NaN or inf in the inputs or gradients of layer {where}"
+        where = ", ".join(layers[:3]) + (" …" if len(layers) > 3 else "")
+        message = f"NaN or inf in the inputs or gradients of {where}"
         if self.check:
             raise NonFiniteError(message + ". No weight was changed. Look at this batch and at the loss.")
         self.add("skipped")
-        self._warn_once("skipped", message + ". The step was skipped, with all weights left as they were.")
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row == 1:
+            self._warn_once("skipped", message + ". The step was skipped, with all weights left as they were.")
+        elif self._skipped_in_a_row in (10, 100, 1000):
+            self._warn(f"{message}: the last {self._skipped_in_a_row} steps were all skipped, nothing is being trained")
+
+    def step_taken(self) -> None:
+        """A step was not skipped."""
+        self._skipped_in_a_row = 0
 
     def updated(self, name: str, update: Update) -> None:
         """A layer is about to get this update."""
         if not isinstance(update.fallen_back, Tensor) and update.fallen_back:
             message = (
-                f"layer {name!r}: the Gram matrix plus damping could not be factorised, not even in float64; "
+                f"{shown(name)}: the Gram matrix plus damping could not be factorised, not even in float64; "
                 "raise the damping"
             )
             if self.check:
@@ -38,21 +57,29 @@ class Reports(Tally):
             self._warn_once(f"fallen back {name}", message + ". It got a shortened plain gradient instead.")
         self.add("rescued", update.rescued)
         self.add("fallen_back", update.fallen_back)
-        if update.edited:
-            self.add("edited")
+        self.add("edited", update.edited)
+        if not isinstance(update.edited, Tensor) and update.edited:
             self._warn_once(
                 f"edited {name}",
-                f"layer {name!r}: its gradient is not the one its inputs explain (clipped by value, a penalty on the "
-                "weights, a second use of the weight outside of the layer?). It is corrected as it is; the part that "
-                "no input explains is divided by the damping, which makes it large. Use weight_decay instead of a "
-                "penalty, clip_grad_norm_ instead of clip_grad_value_, or exclude the layer.",
+                f"{shown(name)}: its gradient is not the one its inputs explain (clipped by value, a penalty on the "
+                "weights or on gradients, a second use of the weight outside of the layer, zero_grad() forgotten?). It "
+                "is corrected as it is; the part that no input explains is divided by the damping, which may make it "
+                "large. Use weight_decay instead of a penalty, clip_grad_norm_ instead of clip_grad_value_, or exclude "
+                "the layer.",
             )
 
     def left_plain(self, name: str, reason: str) -> None:
         """A layer that was to be corrected keeps its plain gradient."""
-        self._warn_once(f"plain {name}", f"layer {name!r} keeps its plain gradient: {reason}")
+        self._warn_once(f"plain {name}", f"{shown(name)} keeps its plain gradient: {reason}")
 
     def _warn_once(self, key: str, message: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            warnings.warn(message, ConsequentWarning, stacklevel=2)
+            self._warn(message)
+
+    def _warn(self, message: str) -> None:
+        """Warn at the user's own line: the nearest one outside of this package and of torch."""
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(message, ConsequentWarning, stacklevel=level)

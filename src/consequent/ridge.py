@@ -18,13 +18,13 @@ features (D × D)      ``U (Xᵀ X + λI) = ΔZᵀ X``              more samples
 Everything in this file is a pure function on matrices; layers are brought to this form elsewhere.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from consequent.checks import check_damping
 from consequent.errors import LinAlgError
 
 __all__ = ["Side", "consequential_gradient"]
@@ -226,11 +226,3 @@ def _check_arguments(inputs: Tensor, output_grads: Tensor, damping: float, side:
     if side not in ("auto", "samples", "features"):
         raise ValueError(f'side must be "auto", "samples" or "features", got {side!r}')
     check_damping(damping)
-
-
-def check_damping(damping: float, name: str = "damping", where: str = "") -> None:
-    """Raise unless λ is a finite number ≥ 0."""
-    if isinstance(damping, bool) or not isinstance(damping, int | float):
-        raise TypeError(f"{name} must be a number, got {damping!r}{where}")
-    if not math.isfinite(damping) or damping < 0:
-        raise ValueError(f"{name} must be a finite number ≥ 0, got {damping!r}{where}; the paper uses 0.001 to 0.03")

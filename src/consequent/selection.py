@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from consequent.capture import readable_name
 from consequent.layers import LAYER_TYPES, Layer, groups, spatial_dims
 
 Pattern = type[nn.Module] | str | re.Pattern[str]
@@ -35,7 +34,7 @@ def select_layers(model: nn.Module, include: Patterns | None, exclude: Patterns)
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"expected a torch.nn.Module, got {type(model).__name__}; the layers' inputs are needed, so pass the model "
-            "itself and not its parameters"
+            "itself and not its parameters or its optimiser"
         )
     named = {readable_name(name): module for name, module in model.named_modules()}
     wanted = None if include is None else _matches(include, named, "include")
@@ -67,6 +66,11 @@ def select_layers(model: nn.Module, include: Patterns | None, exclude: Patterns)
             f"excluded nor left out by include=…\n{listed or '  (the model has no parameters)'}"
         )
     return Selection(corrected, plain)
+
+
+def readable_name(name: str) -> str:
+    """A module's name without what ``torch.compile`` and other wrappers put before it."""
+    return re.sub(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)", "", name).lstrip(".")
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -141,9 +145,10 @@ def _matches(patterns: Patterns, named: dict[str, nn.Module], argument: str) -> 
             raise TypeError(f"{argument} takes module types, names or compiled regular expressions, got {pattern!r}")
         if not found:
             close = difflib.get_close_matches(str(pattern), named, n=3) if isinstance(pattern, str) else []
-            hint = (
-                f"; did you mean {' or '.join(map(repr, close))}?" if close else f"; there are {sorted(named)[1:9]} …"
-            )
-            raise ValueError(f"{argument}={pattern!r} matches no module of the model{hint}")
+            names = [name for name in named if name]
+            hint = f"there are {names[:8]}" + (" …" if len(names) > 8 else "")
+            if close:
+                hint = f"did you mean {' or '.join(map(repr, close))}?"
+            raise ValueError(f"{argument}={pattern!r} matches no module of the model; {hint}")
         matched |= found
     return matched

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from consequent.ridge import check_damping
+from consequent.checks import check_damping
 from consequent.selection import Patterns
 
 LossReduction = str | float | Callable[[int], float]

@@ -22,7 +22,7 @@ class Update:
     finite: Tensor  # whether no NaN or inf was met
     rescued: int | Tensor = 0  # factorisations that needed float64
     fallen_back: int | Tensor = 0  # factorisations that failed: a shortened plain gradient instead
-    edited: bool = False  # the gradient in .grad is no multiple of ΔZᵀX
+    edited: bool | Tensor = False  # the gradient in .grad is no multiple of ΔZᵀX
     foreign: bool = False  # and never was, in a layer whose class has a forward of its own
 
 
@@ -41,7 +41,7 @@ def consequentialist_update(record: Record, damping: Damping, *, may_wait: bool)
         if record.uses:
             record.reduce(keep_rows=True)
         update = _on_feature_side(record, damping, may_wait=may_wait)
-    update.foreign = update.edited and not known and layers.overrides_forward(record.layer)
+    update.foreign = update.edited is True and not known and layers.overrides_forward(record.layer)
     return update
 
 
@@ -74,7 +74,9 @@ def _on_sample_side(record: Record, damping: Damping, *, may_wait: bool) -> Upda
     gram = X @ X.mT
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     level = damping.absolute(trace, record.rows)
-    factor = _factor(record, X, dZ, may_wait=may_wait)
+    if record.verified and not may_wait and damping.value > 0:
+        return _on_sample_side_of_device(record, X, dZ, gram, trace, level)
+    factor = _factor(record, X, dZ)
     if factor is None:
         gradient = correct_any_gradient(gradient_matrix(record).to(X.dtype), X, level)
         return Update(_split(record, gradient), "samples", gradient.sum().isfinite(), edited=True)
@@ -92,6 +94,25 @@ def _on_sample_side(record: Record, damping: Damping, *, may_wait: bool) -> Upda
     coefficients = solved.solution * factor
     finite = (trace.sum() + coefficients.sum()).isfinite()
     return Update(_split(record, coefficients.mT @ X), "samples", finite, solved.rescued, solved.fallen_back)
+
+
+def _on_sample_side_of_device(
+    record: Record, X: Tensor, dZ: Tensor, gram: Tensor, trace: Tensor, level: float | Tensor
+) -> Update:
+    """The same without looking: every choice is made on the device.
+
+    For an edited gradient there is no float64 solve here: it is used as it is, shortened until it cannot overshoot.
+    """
+    gradient = gradient_matrix(record).to(X.dtype)
+    expected, found, sizes = _probe(gradient, X, dZ)
+    squared = expected.square().sum()
+    factor = torch.where(squared > 0, (found * expected).sum() / squared, 1.0).to(X.dtype)
+    edited = ((found - factor * expected).abs() > _rounding(record) * factor.abs() * sizes).float().mean() > 0.5
+    solved = damped_solve_or_fall_back(gram, dZ, level, may_wait=False)
+    coefficients = solved.solution * factor
+    chosen = torch.where(edited, gradient / (trace[:, None, None] + level), coefficients.mT @ X)
+    finite = (trace.sum() + coefficients.sum() + found.sum()).isfinite()
+    return Update(_split(record, chosen), "samples", finite, 0, solved.fallen_back, edited.long())
 
 
 def input_matrix(record: Record) -> Tensor:
@@ -153,7 +174,7 @@ def _columns_with_gradient(record: Record) -> list[int]:
     return columns + [record.features + place for place, bias in enumerate(record.biases) if bias.grad is not None]
 
 
-def _factor(record: Record, X: Tensor, dZ: Tensor, *, may_wait: bool) -> float | Tensor | None:
+def _factor(record: Record, X: Tensor, dZ: Tensor) -> float | Tensor | None:
     """The scalar c with ``.grad = c ΔZᵀX``; None if there is none.
 
     c is 1 straight after ``backward()``. The scale of a GradScaler, the average over ranks and norm clipping change it;
@@ -161,10 +182,6 @@ def _factor(record: Record, X: Tensor, dZ: Tensor, *, may_wait: bool) -> float |
     """
     gradient = gradient_matrix(record).to(X.dtype)
     expected, found, sizes = _probe(gradient, X, dZ)
-    if record.verified and not may_wait:
-        # Not waiting also means not looking whether there is such a c; that was done at the first step.
-        squared = expected.square().sum()
-        return torch.where(squared > 0, (found * expected).sum() / squared, 1.0).to(X.dtype)
     tolerance = _rounding(record)
     if bool(((found - expected).abs() <= tolerance * sizes).all()):
         record.verified = True

@@ -406,3 +406,19 @@ def test_output_gradients_of_zero(kind):
     assert_stepped(model, before, {})
     assert correction.counters.skipped == 0
     assert np.isfinite(float(sum(g.sum() for g in gradients(model).values())))
+
+
+def test_warnings_point_at_the_users_line_and_come_again_if_nothing_trains():
+    model, x, t = build("wide")
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    consequent.attach(optimizer, model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            optimizer.zero_grad()
+            loss_on(x * float("nan"), t)(model).backward()
+            optimizer.step()
+    first, again = caught
+    assert first.filename == again.filename == __file__
+    assert "layer that is not corrected" not in str(first.message)
+    assert "last 10 steps were all skipped" in str(again.message)

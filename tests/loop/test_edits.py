@@ -266,3 +266,39 @@ def test_gradients_zeroed_by_hand_after_the_backward_pass(kind):
     before = weights(model)
     optimizer.step()
     assert_stepped(model, before, {})
+
+
+def test_an_edit_on_a_device_that_is_not_waited_for(monkeypatch):
+    """Simulated on the CPU: the edited gradient itself is used, shortened by λ + trace, and counted."""
+    model, x, t, optimizer, correction = start("wide")
+    monkeypatch.setattr(correction, "_may_wait", lambda tensor: False)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_on(x, t)(model).backward()
+        if step < 2:  # looked at, then trusted
+            grads = corrected(model, loss_on(x, t), samples=len(x))
+        else:
+            bound = 0.3 * min(float(g.abs().max()) for g in gradients(model).values())
+            clip_grad_value_(model.parameters(), bound)
+            inputs = {name: X for name, (X, _) in observe(model, loss_on(x, t))[0].items()}
+            sizes = {name: float((X**2).sum()) + len(x) for name, X in inputs.items()}  # the bias's ones included
+            grads = {n: len(x) * g / (sizes[n.split(".")[0]] + DAMPING) for n, g in gradients(model).items()}
+        before = weights(model)
+        optimizer.step()
+        assert_stepped(model, before, grads, tolerance=1e-8)
+    assert correction.counters.edited == 2 * layers_of(model)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e-3, 65536.0])
+def test_a_scaled_gradient_on_a_device_that_is_not_waited_for(monkeypatch, factor):
+    model, x, t, optimizer, correction = start("wide")
+    monkeypatch.setattr(correction, "_may_wait", lambda tensor: False)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_on(x, t)(model).backward()
+        grads = {n: factor * g for n, g in corrected(model, loss_on(x, t), samples=len(x)).items()}
+        for p in model.parameters():
+            p.grad *= factor
+        correction.step()
+        assert_close(gradients(model), grads, tolerance=1e-8)
+    assert correction.counters.edited == 0

@@ -1,0 +1,23 @@
+"""Checks of numbers that users give."""
+
+import math
+from numbers import Real
+
+
+def check_nonnegative(name: str, value: float, remedy: str) -> None:
+    """Raise unless the value is a finite number ≥ 0.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+        remedy: what to do instead.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}; use float(…)")
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name} must be finite and ≥ 0, got {value!r}; {remedy}")
+
+
+def check_damping(damping: float, name: str = "damping", where: str = "") -> None:
+    """Raise unless λ is a finite number ≥ 0."""
+    check_nonnegative(name + where, damping, "the paper uses 0.001 to 0.03")
