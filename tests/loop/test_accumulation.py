@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from loop.expected import DAMPING, LR, assert_close, assert_stepped, build, corrected, gradients, loss_on, weights
+from torch import nn
 
 import consequent
 
@@ -64,3 +67,22 @@ def test_micro_batches_clipped_at_the_end(kind, split):
     before, grads = weights(model), corrected(model, loss_on(x, t), samples=len(x))
     optimizer.step()
     assert_stepped(model, before, {n: g * 0.1 / (norm + 1e-6) for n, g in grads.items()})
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6), seed=st.integers(0, 1000))
+def test_any_split_into_micro_batches_is_the_whole_batch(sizes, seed):
+    """A property of the design: k micro-batches accumulated equal one batch, on whichever side each is."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    x, t = torch.randn(sum(sizes), 7, dtype=torch.float64), torch.randn(sum(sizes), 2, dtype=torch.float64)
+    correction = consequent.Consequentialism(model, DAMPING)
+    updates = []
+    for parts in ([sum(sizes)], sizes):
+        model.zero_grad()
+        for inputs, targets in zip(x.split(parts), t.split(parts), strict=True):
+            (0.5 * (model(inputs) - targets).square().sum() / len(x)).backward()
+        correction.step()
+        updates.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    correction.detach()
+    torch.testing.assert_close(updates[0], updates[1], rtol=1e-8, atol=1e-10)
