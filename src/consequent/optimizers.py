@@ -1,14 +1,13 @@
 """Ready-made consequentialist optimisers: the torch optimisers, built from a model instead of its parameters."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from consequent.correction import Consequentialism
-from consequent.selection import Patterns
-from consequent.settings import LossReduction, Options
+from consequent.settings import Options
 
 __all__ = ["CSGD", "CAdam", "CAdamW", "CRMSprop"]
 
@@ -31,23 +30,11 @@ class _Consequentialist(Optimizer):
         params: Params | None = None,
         *,
         damping: float = 0.01,
-        relative_damping: float | None = None,
-        loss_reduction: LossReduction = "mean",
-        include: Patterns | None = None,
-        exclude: Patterns = (),
-        check: bool = False,
-        foresight: bool = False,
         **options: Any,
     ) -> None:
         self._damping = damping
-        self._options: Options = {
-            "relative_damping": relative_damping,
-            "loss_reduction": loss_reduction,
-            "include": include,
-            "exclude": exclude,
-            "check": check,
-            "foresight": foresight,
-        }
+        own = {name: options.pop(name) for name in Options.__annotations__ if name in options}
+        self._options = cast(Options, own)
         if isinstance(params, int | float):
             raise TypeError(f"{type(self).__name__}(model, {params}): the learning rate is a keyword, lr={params}")
         correction = Consequentialism(model, damping, **self._options)  # checks its arguments first
@@ -62,7 +49,7 @@ class _Consequentialist(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its layers are corrected from the next forward pass on."""
         if not {"damping", "relative_damping"} & set(param_group):
-            relative = self._options["relative_damping"]
+            relative = self._options.get("relative_damping")
             param_group |= {"damping": self._damping} if relative is None else {"relative_damping": relative}
         super().add_param_group(param_group)
 

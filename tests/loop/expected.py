@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+import consequent
+
 DAMPING = 0.1
 LR = 0.5
 HOOKS = [
@@ -52,6 +54,17 @@ def build(kind, batch=None, dtype=torch.float64, seed=0, inplace=False):
         x = torch.randn(batch, *shape, dtype=torch.float64)
         t = torch.randn(batch, 3, dtype=torch.float64)
         return model.to(dtype), x.to(dtype), t.to(dtype)
+
+
+KINDS = ["wide", "conv", "tall"]
+
+
+def start(kind, **options):
+    """(model, inputs, targets, SGD, its correction)."""
+    model, x, t = build(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, **options)
+    correction = consequent.attach(optimizer, model, damping=DAMPING)
+    return model, x, t, optimizer, correction
 
 
 def mean_loss(output, target):

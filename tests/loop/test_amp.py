@@ -5,6 +5,7 @@ import pytest
 import torch
 from loop.expected import (
     DAMPING,
+    KINDS,
     LR,
     assert_close,
     assert_same,
@@ -20,7 +21,6 @@ from loop.expected import (
 
 import consequent
 
-KINDS = ["wide", "conv", "tall"]
 SCALE = 2.0**10
 
 

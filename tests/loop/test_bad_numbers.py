@@ -8,6 +8,7 @@ import pytest
 import torch
 from loop.expected import (
     DAMPING,
+    KINDS,
     LR,
     assert_close,
     assert_same,
@@ -23,8 +24,6 @@ from loop.expected import (
 from torch import nn
 
 import consequent
-
-KINDS = ["wide", "conv", "tall"]
 
 
 def normalised(kind, dtype=torch.float64):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from loop.expected import (
     DAMPING,
+    KINDS,
     LR,
     assert_close,
     assert_stepped,
@@ -14,20 +15,12 @@ from loop.expected import (
     gradients,
     loss_on,
     observe,
+    start,
     weights,
 )
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import consequent
-
-KINDS = ["wide", "conv", "tall"]
-
-
-def start(kind, **options):
-    model, x, t = build(kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, **options)
-    correction = consequent.attach(optimizer, model, damping=DAMPING)
-    return model, x, t, optimizer, correction
 
 
 def layers_of(model):

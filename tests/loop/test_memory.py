@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from loop.expected import DAMPING, LR, assert_stepped, build, corrected, loss_on, mean_loss, weights
+from loop.expected import DAMPING, KINDS, LR, assert_stepped, build, corrected, loss_on, mean_loss, weights
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as checkpointing
 
 import consequent
 
-KINDS = ["wide", "conv", "tall"]
 MODES = pytest.mark.parametrize("reentrant", [True, False])
 
 plainly = []  # not empty: checkpoint nothing, since torch.autograd.grad cannot run through the reentrant mode

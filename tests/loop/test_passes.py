@@ -4,6 +4,7 @@ import pytest
 import torch
 from loop.expected import (
     DAMPING,
+    KINDS,
     LR,
     assert_close,
     assert_same,
@@ -14,21 +15,14 @@ from loop.expected import (
     loss_on,
     mean_loss,
     observe,
+    start,
     weights,
 )
 from torch import nn
 
 import consequent
 
-KINDS = ["wide", "conv", "tall"]
 TO_NONE = pytest.mark.parametrize("set_to_none", [True, False])
-
-
-def start(kind, **options):
-    model, x, t = build(kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, **options)
-    correction = consequent.attach(optimizer, model, damping=DAMPING)
-    return model, x, t, optimizer, correction
 
 
 def clean_iteration(kind, model, optimizer, seed=3, set_to_none=True, x=None, t=None):

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from loop.expected import DAMPING, LR, assert_stepped, build, corrected, mean_loss, weights
+from loop.expected import DAMPING, KINDS, LR, assert_stepped, build, corrected, mean_loss, weights
 from torch import nn
 
 import consequent
-
-KINDS = ["wide", "conv", "tall"]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from loop.expected import (
     DAMPING,
+    KINDS,
     LR,
     assert_close,
     assert_stepped,
@@ -12,20 +13,12 @@ from loop.expected import (
     gradients,
     loss_on,
     observe,
+    start,
     weights,
 )
 from torch import nn
 
 import consequent
-
-KINDS = ["wide", "conv", "tall"]
-
-
-def start(kind, **options):
-    model, x, t = build(kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, **options)
-    correction = consequent.attach(optimizer, model, damping=DAMPING)
-    return model, x, t, optimizer, correction
 
 
 @pytest.mark.parametrize("kind", KINDS)
