@@ -1,8 +1,10 @@
 """What the hooks bring in: a record for every weight, and the count of samples that entered the model."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -11,6 +13,9 @@ from consequent.autograd import after_backward, backward_pass_id
 from consequent.hooks import EntryHook, LayerHook, drop_inert_hooks, not_compiled
 from consequent.layers import Layer
 from consequent.record import Entry, Record, Use
+
+# Calls without a graph that may still be recomputed; a model that never is must not gather them.
+MOST_CALLS_BEFORE_BACKWARD = 4096
 
 
 class Capture:
@@ -38,7 +43,7 @@ class Capture:
         self.names: dict[nn.Module, str] = {}
         self._containers: set[nn.Module] = set()
         self._open_entries: list[tuple[nn.Module, Entry | None]] = []
-        self._without_graph: dict[Layer, list[Entry]] = {}
+        self._without_graph: dict[Layer, deque[Entry]] = {}
         self._running: dict[int, list[Record]] = {}  # backward passes under way, and the records they fill
         self._handles: list[RemovableHandle] = []
         self.extend(named_layers)
@@ -53,6 +58,7 @@ class Capture:
         weights = {layer.weight for layer in self.layers.values()}
         self.records = {weight: record for weight, record in self.records.items() if weight in weights}
         self.names = {layer: name for name, layer in named_layers.items()}
+        self.misbehaving = {layer: reason for layer, reason in self.misbehaving.items() if layer in self.names}
         for container in _containers(self.model, set(named_layers.values())) - self._containers:
             drop_inert_hooks(container)
             enter, leave = EntryHook(self._enter), EntryHook(self._leave)
@@ -111,8 +117,8 @@ class Capture:
         The second call belongs to the entry of the first.
         """
         entry = self._open_entries[0][1] if self._open_entries else None
-        if entry is not None and entry.builds_graph:  # otherwise an evaluation
-            self._without_graph.setdefault(layer, []).append(entry)
+        if entry is not None and entry.builds_graph and not torch.is_grad_enabled():  # otherwise an evaluation
+            self._without_graph.setdefault(layer, deque(maxlen=MOST_CALLS_BEFORE_BACKWARD)).append(entry)
 
     def _entry_recomputed(self, layer: Layer) -> Entry | None:
         entries = self._without_graph.get(layer)
