@@ -9,26 +9,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from consequent.autograd import answers_at_once
 from consequent.capture import Capture
 from consequent.checks import check_damping
 from consequent.counters import Counters
 from consequent.describe import describe
-from consequent.foresight import Foresight, Watch
+from consequent.foresight import Foresight
 from consequent.groups import Groups
-from consequent.guards import (
-    check_optimizer,
-    refuse_corrected_before,
-    refuse_uncaptured,
-    uncaptured_layers,
-    warn_of_ranks,
-)
+from consequent.guards import check_optimizer, refuse_uncaptured, warn_of_ranks
 from consequent.layers import Layer
-from consequent.record import Record
-from consequent.reports import Reports, shown
+from consequent.reports import Reports
+from consequent.rewrite import Rewriter
 from consequent.selection import Patterns, listed, select_layers
-from consequent.settings import Damping, LossReduction, Options, check_loss_reduction, loss_divisor
-from consequent.update import Update, consequentialist_update
+from consequent.settings import Damping, LossReduction, Options, check_loss_reduction
 
 __all__ = ["Consequentialism", "attach"]
 
@@ -107,18 +99,14 @@ class Consequentialism:
         self.include = None if include is None else listed(include, "include")
         self.exclude = listed(exclude, "exclude")
         self.keeps_foresight = foresight
-        self.samples: int | None = None  # N of the last step
         self._groups = Groups(model, default)
         self._hooks: list[RemovableHandle] = []
         self._reports = Reports(check=check)
-        self._sides: dict[str, str] = {}  # on which each layer was solved last
         self._withheld: list[tuple[Tensor, Tensor]] = []  # gradients kept from the optimiser while it steps
         self._skip_next = False  # the gradients now in .grad hold NaN or inf
-        self._watch: Watch | None = None
         self._foresight: Foresight | None = None
         selection = select_layers(model, self.include, self.exclude)
         self._plain = selection.plain
-        self._uncaptured: dict[str, str] = {}
         self._capture = Capture(
             model,
             selection.corrected,
@@ -127,6 +115,7 @@ class Consequentialism:
             keep_rows=foresight,
             before_entry=self._notice_new_parameters,
         )
+        self._rewriter = Rewriter(self._capture, self._groups, self._reports, foresight=foresight)
         _LIVE.add(self)
 
     # ---- attaching ----------------------------------------------------------------------------------------------
@@ -218,8 +207,7 @@ class Consequentialism:
         self._withheld = []
         for record in self._capture.records.values():
             record.mark_corrected()  # some optimisers write to .grad
-        self._foresight = None if self._watch is None else self._watch.compare()
-        self._watch = None
+        self._foresight = self._rewriter.foresight_of_the_step()
 
     def _correct_or_withhold(self) -> None:
         self._notice_new_parameters()
@@ -229,7 +217,7 @@ class Consequentialism:
             must_skip = self._skip_next
             if not must_skip:
                 refuse_uncaptured(self._capture, self._groups.owns)
-                self._warn_of_misbehaving()
+                self._rewriter.warn_of_misbehaving()
         if must_skip:
             # An optimiser leaves parameters without a gradient alone: no step, no decay, no momentum.
             self._skip_next = True  # until there are new gradients
@@ -240,88 +228,8 @@ class Consequentialism:
     def _correct(self) -> bool:
         """Rewrite the gradients. False if the step must not be taken; then nothing was rewritten."""
         self._skip_next = False
-        records = self._capture.filled_records()
-        try:
-            refuse_corrected_before(records, self._capture, (c._capture for c in _LIVE if c is not self))
-            self._list_uncaptured(records)
-            self.samples = self._capture.samples()
-            divisor = loss_divisor(self.loss_reduction, self.samples)
-            updates = [self._update_of(record) for record in records]
-            records, updates = self._leave_out_foreign(records, updates)
-            finite = self._all_finite(records, updates)
-            self._reports.add("steps")
-            if finite is False:
-                return False
-            for record, update in zip(records, updates, strict=True):
-                name = self._capture.names[record.layer]
-                self._reports.updated(name, update)
-                self._sides[name] = update.side
-            if self.keeps_foresight:
-                self._watch = Watch(records, self._capture.names, self._groups.learning_rate_of, divisor)
-            for update in updates:
-                for parameter, gradient in update.gradients:
-                    assert parameter.grad is not None
-                    scaled = gradient * divisor
-                    parameter.grad.copy_(scaled if finite is True else torch.where(finite, scaled, 0))
-            self._reports.step_taken()
-            if self._watch is not None:
-                self._watch.note_corrected()
-            for record, update in zip(records, updates, strict=True):
-                record.mark_corrected([parameter for parameter, _ in update.gradients])
-            return True
-        finally:
-            self._capture.clear()
-
-    def _update_of(self, record: Record) -> Update:
-        damping = self._groups.damping_of(record.first_use.key)
-        return consequentialist_update(record, damping, may_wait=self._may_wait(record.weight))
-
-    def _leave_out_foreign(self, records: list[Record], updates: list[Update]) -> tuple[list[Record], list[Update]]:
-        """Layers with a forward of their own that, by their gradient, is no matrix product after all stay plain."""
-        for record, update in zip(records, updates, strict=True):
-            if update.foreign:
-                self._capture.misbehaving[record.layer] = "its gradient is not the one its inputs explain"
-        self._warn_of_misbehaving()
-        kept = [(r, u) for r, u in zip(records, updates, strict=True) if not u.foreign]
-        return [r for r, _ in kept], [u for _, u in kept]
-
-    def _all_finite(self, records: list[Record], updates: list[Update]) -> bool | Tensor:
-        """Whether the step may be taken; on a GPU that is not waited for, a tensor (and plain gradients are zeroed)."""
-        corrected = {p for record in records for p in record.members}
-        plain = [(p, p.grad) for p in self._groups.parameters() if p.grad is not None and p not in corrected]
-        flags = [(shown(self._capture.names[r.layer]), u.finite) for r, u in zip(records, updates, strict=True)]
-        flags += [("a layer that is not corrected", _is_finite(grad)) for _, grad in plain]
-        found_inf = getattr(self.optimizer, "found_inf", None)  # a GradScaler's, with a fused optimiser
-        bad = [name for name, flag in flags if self._may_wait(flag) and not flag]
-        if bad:
-            if found_inf is None or not bool(found_inf):  # otherwise the scaler knows, and skips the step itself
-                self._reports.non_finite(list(dict.fromkeys(bad)))
-            return False
-        waiting = [flag for _, flag in flags if not self._may_wait(flag)]
-        if not waiting:
-            return True
-        finite = torch.stack([flag.to(waiting[0].device) for flag in waiting]).all()
-        for _, grad in plain:
-            if not grad.is_sparse:
-                grad.masked_fill_(~finite, 0)
-        if found_inf is None:
-            self._reports.add("skipped", (~finite).long())
-        return finite
-
-    def _list_uncaptured(self, records: list[Record]) -> None:
-        for name in uncaptured_layers(records, self._capture, self._groups.owns):
-            self._uncaptured[name] = (
-                "its weight got a gradient without the layer being called (or it was compiled before attaching)"
-            )
-            self._reports.left_plain(name, self._uncaptured[name])
-        for record in records:
-            self._uncaptured.pop(self._capture.names[record.layer], None)
-        self._warn_of_misbehaving()
-
-    def _warn_of_misbehaving(self) -> None:
-        for layer, reason in self._capture.misbehaving.items():
-            if layer in self._capture.names:
-                self._reports.left_plain(self._capture.names[layer], reason)
+        others = [correction._capture for correction in _LIVE if correction is not self]
+        return self._rewriter.rewrite(self.loss_reduction, others)
 
     # ---- settings -----------------------------------------------------------------------------------------------
 
@@ -363,9 +271,6 @@ class Consequentialism:
     def check(self, check: bool) -> None:
         self._reports.check = check
 
-    def _may_wait(self, tensor: Tensor) -> bool:
-        return self.check or answers_at_once(tensor)
-
     def _layer_parameters(self) -> set[Tensor]:
         return {p for layer in self._capture.layers.values() for p in layer.parameters(recurse=False)}
 
@@ -390,6 +295,11 @@ class Consequentialism:
         return self._foresight
 
     @property
+    def samples(self) -> int | None:
+        """N of the last step: how many samples had entered the model; None before the first one."""
+        return self._rewriter.samples
+
+    @property
     def counters(self) -> Counters:
         """What happened so far. On a GPU, reading it waits for the device."""
         return self._reports.read()
@@ -408,8 +318,8 @@ class Consequentialism:
             parameters = list(layer.parameters(recurse=False))
             if layer in self._capture.misbehaving:
                 reasons[name] = self._capture.misbehaving[layer]
-            elif name in self._uncaptured:
-                reasons[name] = self._uncaptured[name]
+            elif name in self._rewriter.uncaptured:
+                reasons[name] = self._rewriter.uncaptured[name]
             elif not any(parameter.requires_grad for parameter in parameters):
                 reasons[name] = "frozen"
             elif not any(self._groups.owns(parameter) for parameter in parameters):
@@ -417,7 +327,7 @@ class Consequentialism:
         return reasons
 
     def __repr__(self) -> str:
-        return describe(self, self._groups, self._sides)
+        return describe(self, self._groups, self._rewriter.sides)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copied or pickled model has no correction: attach to the copy
@@ -451,8 +361,3 @@ def _default_damping(damping: float, relative_damping: float | None) -> Damping:
     chosen = Damping.chosen(damping, relative_damping)
     assert chosen is not None
     return chosen
-
-
-def _is_finite(grad: Tensor) -> Tensor:
-    values = grad.coalesce().values() if grad.is_sparse else grad
-    return values.sum(dtype=torch.promote_types(grad.dtype, torch.float32)).isfinite()

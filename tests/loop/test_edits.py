@@ -264,7 +264,7 @@ def test_gradients_zeroed_by_hand_after_the_backward_pass(kind):
 def test_an_edit_on_a_device_that_is_not_waited_for(monkeypatch):
     """Simulated on the CPU: the edited gradient itself is used, shortened by λ + trace, and counted."""
     model, x, t, optimizer, correction = start("wide")
-    monkeypatch.setattr(correction, "_may_wait", lambda tensor: False)
+    monkeypatch.setattr(correction._rewriter, "_may_wait", lambda tensor: False)
     for step in range(4):
         optimizer.zero_grad()
         loss_on(x, t)(model).backward()
@@ -285,7 +285,7 @@ def test_an_edit_on_a_device_that_is_not_waited_for(monkeypatch):
 @pytest.mark.parametrize("factor", [1.0, 1e-3, 65536.0])
 def test_a_scaled_gradient_on_a_device_that_is_not_waited_for(monkeypatch, factor):
     model, x, t, optimizer, correction = start("wide")
-    monkeypatch.setattr(correction, "_may_wait", lambda tensor: False)
+    monkeypatch.setattr(correction._rewriter, "_may_wait", lambda tensor: False)
     for _ in range(3):
         optimizer.zero_grad()
         loss_on(x, t)(model).backward()
