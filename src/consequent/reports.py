@@ -1,5 +1,6 @@
 """What users are told: every step that was not ordinary is counted, and each cause is warned of once."""
 
+import contextlib
 import sys
 import warnings
 from pathlib import Path
@@ -11,7 +12,7 @@ from consequent.counters import Tally
 from consequent.errors import ConsequentWarning, LinAlgError, NonFiniteError
 from consequent.update import Update
 
-_NOT_THE_USERS = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
+_NOT_THE_USERS = (*(str(Path(file).parent) for file in (__file__, torch.__file__)), contextlib.__file__)
 
 
 def shown(name: str) -> str:

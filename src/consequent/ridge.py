@@ -26,12 +26,14 @@ from torch import Tensor
 
 from consequent.checks import check_damping
 from consequent.errors import LinAlgError
+from consequent.precision import full_precision
 
 __all__ = ["Side", "consequential_gradient"]
 
 Side = Literal["auto", "samples", "features"]
 
 
+@full_precision()
 def consequential_gradient(
     inputs: Tensor,  # Xᵀ in the paper, one row per sample
     output_grads: Tensor,  # ΔZᵀ in the paper

@@ -45,7 +45,7 @@ class Damping:
 
     def absolute(self, trace: Tensor, rows: int) -> float | Tensor:
         """λ for a Gram matrix of the given trace (``[groups]``); of nothing but zeros, any will do, and 1 is safe."""
-        if not self.relative:
+        if not self.relative or self.value == 0:
             return self.value
         return torch.where(trace > 0, self.value / max(rows, 1) * trace, 1)[:, None, None]
 

@@ -216,3 +216,33 @@ def test_grad_scaler_with_micro_batches(kind):
     before, grads = weights(model), corrected(model, loss_on(x, t), samples=len(x))
     scaler.step(optimizer)
     assert_stepped(model, before, grads, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_and_step_inside_autocast_are_those_outside(kind):
+    """Many scripts call all three inside: the products of the correction must not be rounded to bfloat16 there."""
+    results = []
+    for inside in (False, True):
+        model, x, t = build(kind, dtype=torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        correction = consequent.attach(optimizer, model, damping=DAMPING, foresight=True)
+        for _ in range(2):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_on(x, t)(model)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+                loss.backward()
+                optimizer.step()
+        assert correction.counters.rescued == correction.counters.edited == 0
+        results.append((weights(model), [layer.ratio for layer in correction.foresight().values()]))
+    (outside, outside_ratios), (inside, inside_ratios) = results
+    assert_close(inside, outside, tolerance=1e-6)
+    assert inside_ratios == pytest.approx(outside_ratios, rel=1e-5)
+
+
+def test_the_formula_inside_autocast():
+    torch.manual_seed(0)
+    inputs, output_grads = torch.randn(40, 6), torch.randn(40, 2)
+    expected = consequent.consequential_gradient(inputs, output_grads, 0.01)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(consequent.consequential_gradient(inputs, output_grads, 0.01), expected)

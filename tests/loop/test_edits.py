@@ -295,3 +295,20 @@ def test_a_scaled_gradient_on_a_device_that_is_not_waited_for(monkeypatch, facto
         correction.step()
         assert_close(gradients(model), grads, tolerance=1e-8)
     assert correction.counters.edited == 0
+
+
+@pytest.mark.parametrize("option", ["damping", "relative_damping"])
+def test_an_edit_without_damping_drops_what_no_input_explains(option):
+    """λ = 0: G X†X†ᵀ, whichever way the zero was given."""
+    model, x, t = build("wide")
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    consequent.attach(optimizer, model, **{option: 0.0})
+    loss_on(x, t)(model).backward()
+    clip_grad_value_(model.parameters(), 0.3 * min(float(g.abs().max()) for g in gradients(model).values()))
+    final, seen = gradients(model), observe(model, loss_on(x, t))[0]
+    step_warned(optimizer, layers_of(model))
+    for name, (X, _) in seen.items():
+        rows = torch.cat([torch.as_tensor(X), torch.ones(len(X), 1, dtype=torch.float64)], 1)
+        grad = torch.cat([final[f"{name}.weight"], final[f"{name}.bias"][:, None]], 1)
+        expected = len(x) * grad @ torch.linalg.pinv(rows.T @ rows, hermitian=True)
+        assert_close({"w": gradients(model)[f"{name}.weight"]}, {"w": expected[:, :-1]}, tolerance=1e-6)
