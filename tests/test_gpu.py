@@ -182,3 +182,22 @@ def test_a_model_moved_to_the_gpu_after_attaching():
         optimizer.step()
     assert optimizer.correction.counters.steps == 3
     assert weights(model).isfinite().all()
+
+
+def test_backward_and_step_inside_autocast_are_those_outside():
+    results = []
+    for inside in (False, True):
+        model = net().cuda()
+        optimizer = consequent.CSGD(model, lr=0.05, damping=0.1)
+        inputs, labels = batch("cuda")
+        for _ in range(2):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = nn.functional.cross_entropy(model(inputs), labels)
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=inside):
+                loss.backward()
+                optimizer.step()
+        results.append(weights(model))
+    outside, inside = results
+    moved = (outside - weights(net())).norm()
+    assert (inside - outside).norm() <= 1e-3 * moved
