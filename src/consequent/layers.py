@@ -10,18 +10,16 @@ weight         ``[groups, out_features, features]``
 =============  ===============================  =============================================================
 """
 
-from collections.abc import Iterator
 from math import prod
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from consequent.patches import pad_sides, patch_rows, positions
+
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 LAYER_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-# A patch matrix is up to kernel-size times larger than its image: it is made a few images at a time.
-PATCH_ELEMENTS_AT_ONCE = 2**24
 
 
 def overrides_forward(layer: Layer) -> bool:
@@ -65,19 +63,7 @@ def input_rows(layer: Layer, inputs: Tensor) -> Tensor:
     inputs = as_batch(layer, inputs)
     if isinstance(layer, nn.Linear):
         return inputs.reshape(1, -1, inputs.shape[-1])
-    return _patch_rows(layer, pad(layer, inputs))
-
-
-def input_row_chunks(layer: Layer, inputs: Tensor) -> Iterator[Tensor]:
-    """:func:`input_rows`, a few images at a time so that the patches never fill the memory."""
-    inputs = as_batch(layer, inputs)
-    if isinstance(layer, nn.Linear):
-        yield inputs.reshape(1, -1, inputs.shape[-1])
-        return
-    padded = pad(layer, inputs)
-    patch_elements = prod(_output_size(layer, padded)) * features(layer) * groups(layer)
-    for images in padded.split(max(1, PATCH_ELEMENTS_AT_ONCE // max(1, patch_elements))):
-        yield _patch_rows(layer, images)
+    return patch_rows(pad(layer, inputs), layer.kernel_size, layer.stride, layer.dilation, layer.groups)
 
 
 def output_rows(layer: Layer, outputs: Tensor) -> Tensor:
@@ -133,12 +119,12 @@ def interference(layer: Layer, inputs: Tensor, *, ones: bool) -> Tensor:
     """
     inputs = as_batch(layer, inputs)
     if isinstance(layer, nn.Linear):
-        positions = prod(inputs.shape[1:-1])
+        count = prod(inputs.shape[1:-1])
         weighted = inputs
     else:
         inputs = pad(layer, inputs)
-        output_size = _output_size(layer, inputs)
-        positions = prod(output_size)
+        output_size = positions(inputs.shape[2:], layer.kernel_size, layer.stride, layer.dilation)
+        count = prod(output_size)
         weighted = inputs
         for dim in range(spatial_dims(layer)):
             seen = inputs.new_zeros(inputs.shape[2 + dim])
@@ -147,45 +133,22 @@ def interference(layer: Layer, inputs: Tensor, *, ones: bool) -> Tensor:
                 seen[start : start + (output_size[dim] - 1) * layer.stride[dim] + 1 : layer.stride[dim]] += 1
             weighted = weighted * seen.view(-1, *[1] * (spatial_dims(layer) - 1 - dim))
     correlations = weighted.flatten(1) @ inputs.flatten(1).T
-    return correlations + positions if ones else correlations
+    return correlations + count if ones else correlations
+
+
+def padding_sides(layer: Layer) -> list[tuple[int, int]]:
+    """The padding before and after the image, in each spatial dimension of a convolution."""
+    assert not isinstance(layer, nn.Linear)
+    if layer.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    if layer.padding == "valid":
+        return [(0, 0)] * spatial_dims(layer)
+    return [(int(p), int(p)) for p in layer.padding]
 
 
 def pad(layer: Layer, inputs: Tensor) -> Tensor:
     """The convolution's inputs as its kernel sees them: padded as ``padding`` and ``padding_mode`` say."""
     assert not isinstance(layer, nn.Linear)
-    if layer.padding == "same":
-        totals = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
-        sides = [(total // 2, total - total // 2) for total in totals]
-    elif layer.padding == "valid":
-        sides = [(0, 0)] * spatial_dims(layer)
-    else:
-        sides = [(int(p), int(p)) for p in layer.padding]
-    if not any(left or right for left, right in sides):
-        return inputs
-    amounts = [amount for side in reversed(sides) for amount in side]  # F.pad counts from the last dimension
-    return F.pad(inputs, amounts, mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode)
-
-
-def _output_size(layer: Layer, padded: Tensor) -> list[int]:
-    assert not isinstance(layer, nn.Linear)
-    settings = zip(padded.shape[2:], layer.kernel_size, layer.stride, layer.dilation, strict=True)
-    return [(size - d * (k - 1) - 1) // s + 1 for size, k, s, d in settings]
-
-
-def _patch_rows(layer: Layer, padded: Tensor) -> Tensor:
-    """Patches by a strided view and one copy; ``F.unfold`` loops over the batch and knows only two dimensions."""
-    assert not isinstance(layer, nn.Linear)
-    dims, count = spatial_dims(layer), layer.groups
-    steps = padded.stride()[2:]
-    view: Tensor = padded.as_strided(
-        (*padded.shape[:2], *_output_size(layer, padded), *layer.kernel_size),
-        (
-            *padded.stride()[:2],
-            *(step * s for step, s in zip(steps, layer.stride, strict=True)),
-            *(step * d for step, d in zip(steps, layer.dilation, strict=True)),
-        ),
-        padded.storage_offset(),
-    ).unflatten(1, (count, -1))
-    # [images, groups, channels, *positions, *taps] -> [groups, images, *positions, channels, *taps]
-    order = (1, 0, *range(3, 3 + dims), 2, *range(3 + dims, 3 + 2 * dims))
-    return view.permute(order).reshape(count, -1, features(layer))
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    return pad_sides(inputs, padding_sides(layer), mode)

@@ -1,11 +1,19 @@
 """From a layer's input to its second moment ``Σ x xᵀ``: all that the feature side needs to know of the inputs."""
 
-import torch
-from torch import Tensor
+from math import prod
 
-from consequent.layers import Layer, features, groups, input_row_chunks
+import torch
+from torch import Tensor, nn
+
+from consequent import layers
+from consequent.autocorrelation import Window, operations, patch_moment_by_autocorrelation
+from consequent.layers import Layer
+from consequent.patches import Sides, pad_sides, patch_moment, patch_rows
 
 __all__ = ["second_moment"]
+
+# Forming a patch costs about as much as this many multiplications per entry.
+COST_OF_COPYING = 64
 
 
 def second_moment(layer: Layer, inputs: Tensor, *, ones: bool) -> Tensor:
@@ -26,15 +34,60 @@ def second_moment(layer: Layer, inputs: Tensor, *, ones: bool) -> Tensor:
                  [ 2., 13.,  5.],
                  [ 1.,  5.,  2.]]])
     """
-    dtype = torch.promote_types(inputs.dtype, torch.float32)
-    size = features(layer)
-    moment = torch.zeros(groups(layer), size + ones, size + ones, dtype=dtype, device=inputs.device)
-    for chunk in input_row_chunks(layer, inputs):
-        rows = chunk.to(dtype)
-        moment[:, :size, :size] += rows.mT @ rows
-        if ones:
-            sums = rows.sum(-2)
-            moment[:, :size, size] += sums
-            moment[:, size, :size] += sums
-            moment[:, size, size] += rows.shape[-2]
-    return moment
+    inputs = layers.as_batch(layer, inputs)
+    inputs = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
+    if isinstance(layer, nn.Linear):
+        rows = inputs.reshape(1, -1, inputs.shape[-1])
+        return _with_ones(rows.mT @ rows, rows.sum(-2), rows.shape[-2]) if ones else rows.mT @ rows
+    images, padding = _without_strides_of_points(layer, inputs)
+    stride = [s if k > 1 else 1 for s, k in zip(layer.stride, layer.kernel_size, strict=True)]
+    window = Window(layer.kernel_size, layer.dilation, padding, layer.groups)
+    if _autocorrelation_pays(window, stride, images):
+        moment = patch_moment_by_autocorrelation(images, window)
+    else:
+        moment = patch_moment(pad_sides(images, padding), layer.kernel_size, stride, layer.dilation, layer.groups)
+    if not ones:
+        return moment
+    padded = pad_sides(_sum_of(images), padding)
+    sums = patch_rows(padded, layer.kernel_size, stride, layer.dilation, layer.groups)
+    return _with_ones(moment, sums.sum(-2), images.shape[0] * sums.shape[-2])
+
+
+def _without_strides_of_points(layer: Layer, inputs: Tensor) -> tuple[Tensor, Sides]:
+    """The images and the zeros around them; where the kernel is a point, only the pixels that it meets."""
+    assert not isinstance(layer, nn.Linear)
+    images, padding = inputs, layers.padding_sides(layer)
+    skips = [s if k == 1 else 1 for s, k in zip(layer.stride, layer.kernel_size, strict=True)]
+    skipping = any(skip > 1 for skip in skips)
+    if layer.padding_mode != "zeros" or skipping:
+        images, padding = layers.pad(layer, inputs), [(0, 0)] * len(skips)
+    if skipping:
+        images = images[(slice(None), slice(None), *(slice(None, None, skip) for skip in skips))]
+    return images, padding
+
+
+def _autocorrelation_pays(window: Window, stride: list[int], images: Tensor) -> bool:
+    if any(s > 1 for s in stride) or prod(window.kernel_size) == 1 or 0 in images.shape:
+        return False
+    channels, space = images.shape[1], images.shape[2:]
+    features = channels // window.groups * prod(window.kernel_size)
+    patch_elements = features * window.groups * prod(window.positions(space))
+    return operations(window, space, channels) < patch_elements * (features + COST_OF_COPYING)
+
+
+def _sum_of(images: Tensor) -> Tensor:
+    """``images.sum(0, keepdim=True)``, through memory in its own order, which torch's sum does not always find."""
+    if images.stride(1) == 1:
+        return images.movedim(1, -1).flatten(1).sum(0).view(1, *images.shape[2:], images.shape[1]).movedim(-1, 1)
+    return images.sum(0, keepdim=True)
+
+
+def _with_ones(moment: Tensor, sums: Tensor, rows: int) -> Tensor:
+    """``[groups, D, D]`` with a last row and column for a constant 1."""
+    groups, size = sums.shape
+    whole = moment.new_empty(groups, size + 1, size + 1)
+    whole[:, :size, :size] = moment
+    whole[:, :size, size] = sums
+    whole[:, size, :size] = sums
+    whole[:, size, size] = rows
+    return whole

@@ -57,16 +57,12 @@ class Rewriter:
                 self.sides[name] = update.side
             if self._keeps_foresight:
                 self._watch = Watch(records, self._capture.names, self._groups.learning_rate_of, divisor)
-            for update in updates:
-                for parameter, gradient in update.gradients:
-                    assert parameter.grad is not None
-                    scaled = gradient * divisor
-                    parameter.grad.copy_(scaled if finite is True else torch.where(finite.to(scaled.device), scaled, 0))
+            written = [update.write(divisor, finite) for update in updates]
             self._reports.step_taken()
             if self._watch is not None:
                 self._watch.note_corrected()
-            for record, update in zip(records, updates, strict=True):
-                record.mark_corrected([parameter for parameter, _ in update.gradients])
+            for record, parameters in zip(records, written, strict=True):
+                record.mark_corrected(parameters)
             return True
         finally:
             self._capture.clear()

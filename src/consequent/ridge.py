@@ -203,8 +203,9 @@ def _trace(matrix: Tensor) -> Tensor:
 
 
 def _add_to_diagonal(matrix: Tensor, damping: float | Tensor) -> Tensor:
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    return matrix + damping * eye
+    damped = matrix.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(damping[..., 0] if isinstance(damping, Tensor) else damping)
+    return damped
 
 
 def _check_arguments(inputs: Tensor, output_grads: Tensor, damping: float, side: str) -> None:

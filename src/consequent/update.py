@@ -1,29 +1,51 @@
 """From a record of a weight's inputs, and the gradient in ``.grad``, to its consequentialist gradient."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from consequent import layers
-from consequent.record import Record, Use
+from consequent.explained import factor_of_gradient, factor_on_device, is_explained
+from consequent.input_matrix import InputMatrix, columns_with_gradient, gradient_matrix, split, trained
+from consequent.record import Record
 from consequent.ridge import correct_any_gradient, damped_solve_or_fall_back
 from consequent.settings import Damping
 
 
 @dataclass
 class Update:
-    """New gradients for a weight and its biases, not yet multiplied by the number of samples."""
+    """New gradients for a weight and its biases, not yet written."""
 
-    gradients: list[tuple[Tensor, Tensor]]
+    record: Record
     side: str
     finite: Tensor  # whether no NaN or inf was met
+    gradient: Tensor | None = None  # [groups, out_features, columns]; or, on the sample side,
+    coefficients: Tensor | None = None  # [groups, rows, out_features] of
+    rows: InputMatrix | None = None  # these rows
     rescued: int | Tensor = 0  # factorisations that needed float64
     fallen_back: int | Tensor = 0  # factorisations that failed: a shortened plain gradient instead
     edited: bool | Tensor = False  # the gradient in .grad is no multiple of ΔZᵀX
     foreign: bool = False  # and never was, in a layer whose class has a forward of its own
+
+    def write(self, scale: float, finite: bool | Tensor) -> list[Tensor]:
+        """Put the new gradients, times the scale, in the place of the old ones; zeros unless finite.
+
+        Returns:
+            the parameters that got a new gradient.
+        """
+        parameters = trained(self.record)
+        if self.coefficients is not None and self.rows is not None:
+            if finite is True:
+                self.rows.combine_into_gradients(self.coefficients.mul_(scale))
+                return parameters
+            self.gradient = self.coefficients.mT @ self.rows.whole()
+        assert self.gradient is not None
+        for parameter, gradient in zip(parameters, split(self.record, self.gradient), strict=True):
+            assert parameter.grad is not None
+            scaled = gradient * scale
+            parameter.grad.copy_(scaled if finite is True else torch.where(_on(finite, scaled), scaled, 0))
+        return parameters
 
 
 def consequentialist_update(record: Record, damping: Damping, *, may_wait: bool) -> Update:
@@ -49,7 +71,7 @@ def _on_feature_side(record: Record, damping: Damping, *, may_wait: bool) -> Upd
     """``G (XᵀX + λI)⁻¹``: takes the gradient as it is, scaled, clipped or averaged over ranks."""
     moment = record.moment
     assert moment is not None
-    columns = _columns_with_gradient(record)
+    columns = columns_with_gradient(record)
     if len(columns) < record.columns:
         index = torch.tensor(columns, device=moment.device)
         moment = moment[:, index[:, None], index]
@@ -57,182 +79,77 @@ def _on_feature_side(record: Record, damping: Damping, *, may_wait: bool) -> Upd
     trace = moment.diagonal(dim1=-2, dim2=-1).sum(-1)
     finite = (trace.sum() + gradient.sum()).isfinite()
     if may_wait and not finite:
-        return Update([], "features", finite)
+        return Update(record, "features", finite, gradient)
     if damping.value == 0:  # λ was set to 0 after the rows were reduced
         pseudo_inverse = torch.linalg.pinv(moment.double(), hermitian=True)
-        return Update(_split(record, (gradient.double() @ pseudo_inverse).to(gradient.dtype)), "features", finite)
+        return Update(record, "features", finite, (gradient.double() @ pseudo_inverse).to(gradient.dtype))
     level = damping.absolute(trace, record.rows)
     solved = damped_solve_or_fall_back(moment, gradient.mT, level, may_wait=may_wait)
     finite = finite & solved.solution.sum().isfinite()
-    edited = not _is_explained(record)
-    return Update(_split(record, solved.solution.mT), "features", finite, solved.rescued, solved.fallen_back, edited)
+    return Update(
+        record,
+        "features",
+        finite,
+        solved.solution.mT,
+        rescued=solved.rescued,
+        fallen_back=solved.fallen_back,
+        edited=not is_explained(record),
+    )
 
 
 def _on_sample_side(record: Record, damping: Damping, *, may_wait: bool) -> Update:
     """``ΔZᵀ (X Xᵀ + λI)⁻¹ X``, times the factor by which the gradient in ``.grad`` differs from ``ΔZᵀX``."""
-    X, dZ = input_matrix(record), output_grad_matrix(record)
-    gram = X @ X.mT
+    rows = InputMatrix.of(record)
+    gram, dZ = rows.gram(), rows.output_grads
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     level = damping.absolute(trace, record.rows)
     if record.verified and not may_wait and damping.value > 0:
-        return _on_sample_side_of_device(record, X, dZ, gram, trace, level)
-    factor = _factor(record, X, dZ)
+        return _on_sample_side_of_device(rows, gram, trace, level)
+    factor = factor_of_gradient(record, rows)
     if factor is None:
+        X = rows.whole()
         gradient = correct_any_gradient(gradient_matrix(record).to(X.dtype), X, level)
-        return Update(_split(record, gradient), "samples", gradient.sum().isfinite(), edited=True)
+        return Update(record, "samples", gradient.sum().isfinite(), gradient, edited=True)
     if damping.value == 0:
         finite = (trace.sum() + dZ.sum() + factor).isfinite()
+        X = rows.whole()
         gradient = (torch.linalg.pinv(X) @ dZ).mT * factor if finite else torch.zeros_like(dZ.mT @ X)
-        return Update(_split(record, gradient), "samples", finite)
+        return Update(record, "samples", finite, gradient)
     solved = damped_solve_or_fall_back(gram, dZ, level, may_wait=may_wait)
-    if may_wait and X.dtype != torch.float64:
+    if may_wait and dZ.dtype != torch.float64:
         unsafe = solved.doubtful + solved.rescued + solved.fallen_back
         if unsafe:  # the rows are still there: in float64 the answer is free of float32's rounding
-            X, dZ = X.double(), dZ.double()
-            solved = damped_solve_or_fall_back(X @ X.mT, dZ, level, may_wait=True)
+            rows = rows.double()
+            solved = damped_solve_or_fall_back(rows.gram(), rows.output_grads, level, may_wait=True)
             solved.rescued = unsafe - solved.fallen_back
-    coefficients = solved.solution * factor
+    coefficients = solved.solution if factor == 1.0 else solved.solution * factor
     finite = (trace.sum() + coefficients.sum()).isfinite()
-    return Update(_split(record, coefficients.mT @ X), "samples", finite, solved.rescued, solved.fallen_back)
+    return Update(
+        record,
+        "samples",
+        finite,
+        coefficients=coefficients,
+        rows=rows,
+        rescued=solved.rescued,
+        fallen_back=solved.fallen_back,
+    )
 
 
-def _on_sample_side_of_device(
-    record: Record, X: Tensor, dZ: Tensor, gram: Tensor, trace: Tensor, level: float | Tensor
-) -> Update:
+def _on_sample_side_of_device(rows: InputMatrix, gram: Tensor, trace: Tensor, level: float | Tensor) -> Update:
     """The same without looking: every choice is made on the device.
 
     For an edited gradient there is no float64 solve here: it is used as it is, shortened until it cannot overshoot.
     """
-    gradient = gradient_matrix(record).to(X.dtype)
-    expected, found, sizes = _probe(gradient, X, dZ)
-    squared = expected.square().sum()
-    factor = torch.where(squared > 0, (found * expected).sum() / squared, 1.0).to(X.dtype)
-    edited = ((found - factor * expected).abs() > _rounding(record) * factor.abs() * sizes).float().mean() > 0.5
+    record, dZ = rows.record, rows.output_grads
+    factor, edited, found = factor_on_device(record, rows)
     solved = damped_solve_or_fall_back(gram, dZ, level, may_wait=False)
     coefficients = solved.solution * factor
-    chosen = torch.where(edited, gradient / (trace[:, None, None] + level), coefficients.mT @ X)
-    finite = (trace.sum() + coefficients.sum() + found.sum()).isfinite()
-    return Update(_split(record, chosen), "samples", finite, 0, solved.fallen_back, edited.long())
+    gradient = gradient_matrix(record).to(dZ.dtype)
+    chosen = torch.where(edited, gradient / (trace[:, None, None] + level), coefficients.mT @ rows.whole())
+    finite = (trace.sum() + coefficients.sum() + found).isfinite()
+    return Update(record, "samples", finite, chosen, fallen_back=solved.fallen_back, edited=edited.long())
 
 
-def input_matrix(record: Record) -> Tensor:
-    """``[groups, rows, columns]``: the inputs of all uses and the constant 1 of their biases."""
-    matrix = _concatenated([_input_block(record, use) for use in record.uses])
-    columns = _columns_with_gradient(record)
-    return matrix if len(columns) == record.columns else matrix[:, :, columns]
-
-
-def _input_block(record: Record, use: Use) -> Tensor:
-    assert use.output_grad is not None
-    shape = (layers.groups(use.layer), use.rows, 0)
-    empty = use.output_grad.new_empty(shape)  # where only the bias is trained
-    block = empty if use.inputs is None else layers.input_rows(use.layer, use.inputs)
-    block = block.to(torch.promote_types(block.dtype, torch.float32))
-    for bias in record.biases:
-        block = pad(block, (0, 1), value=1.0 if bias is use.bias else 0.0)
-    return block
-
-
-def output_grad_matrix(record: Record) -> Tensor:
-    """``[groups, rows, out_features]``: ΔZ of all uses."""
-    blocks = [layers.output_rows(use.layer, use.output_grad) for use in record.uses if use.output_grad is not None]
-    matrix = _concatenated(blocks)
-    return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-
-
-def _concatenated(blocks: list[Tensor]) -> Tensor:
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
-
-
-def gradient_matrix(record: Record) -> Tensor:
-    """``[groups, out_features, columns]``: what is in ``.grad`` of the weight and the biases."""
-    parts = []
-    if record.features and record.weight.grad is not None:
-        parts.append(layers.weight_matrix(record.layer, record.weight.grad))
-    for bias in record.biases:
-        if bias.grad is not None:
-            parts.append(bias.grad.view(layers.groups(record.layer), -1, 1))
-    return torch.cat(parts, dim=-1)
-
-
-def _split(record: Record, matrix: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The inverse of :func:`gradient_matrix`."""
-    gradients: list[tuple[Tensor, Tensor]] = []
-    place = 0
-    if record.features and record.weight.grad is not None:
-        place = record.features
-        gradients.append((record.weight, matrix[..., :place].reshape(record.weight.shape)))
-    for bias in record.biases:
-        if bias.grad is not None:
-            gradients.append((bias, matrix[..., place].reshape(bias.shape)))
-            place += 1
-    return gradients
-
-
-def _columns_with_gradient(record: Record) -> list[int]:
-    columns = list(range(record.features)) if record.weight.grad is not None else []
-    return columns + [record.features + place for place, bias in enumerate(record.biases) if bias.grad is not None]
-
-
-def _factor(record: Record, X: Tensor, dZ: Tensor) -> float | Tensor | None:
-    """The scalar c with ``.grad = c ΔZᵀX``; None if there is none.
-
-    c is 1 straight after ``backward()``. The scale of a GradScaler, the average over ranks and norm clipping change it;
-    value clipping, a penalty on the weights or a user's edit leave no such c.
-    """
-    gradient = gradient_matrix(record).to(X.dtype)
-    expected, found, sizes = _probe(gradient, X, dZ)
-    tolerance = _rounding(record)
-    if bool(((found - expected).abs() <= tolerance * sizes).all()):
-        record.verified = True
-        return 1.0
-    factor = _multiple(gradient, dZ.mT @ X, tolerance * X.norm() * dZ.norm())
-    if factor is not None:
-        record.verified = True
-    return factor
-
-
-def _is_explained(record: Record) -> bool:
-    """Whether the weight's ``.grad`` is a multiple of ΔZᵀX; on the feature side asked once, since nothing hangs on it.
-
-    A weight that is also used outside of its layer, say, has a gradient that its captured inputs do not explain.
-    """
-    plain, squared_output_grads, gradient = record.plain_gradient, record.squared_output_grads, record.weight.grad
-    if record.verified or plain is None or squared_output_grads is None or gradient is None or record.moment is None:
-        return True
-    record.verified = True
-    squared_inputs = record.moment.diagonal(dim1=-2, dim2=-1)[:, : record.features].sum()
-    rounding = _rounding(record) * (squared_inputs * squared_output_grads).sqrt()
-    return _multiple(gradient.to(plain.dtype), plain, rounding) is not None
-
-
-def _multiple(gradient: Tensor, plain: Tensor, rounding: Tensor) -> Tensor | None:
-    """The c with ``gradient = c · plain`` up to rounding, if there is one."""
-    squared = plain.square().sum()
-    factor = torch.where(squared > 0, (gradient * plain).sum() / squared, torch.ones_like(squared))
-    residual = (gradient - factor * plain).norm()
-    return None if residual > rounding * factor.abs() else factor
-
-
-def _probe(gradient: Tensor, X: Tensor, dZ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``(ΔZ u) · (X v)`` and ``u G v`` for a few random u and v, and the sizes that bound the first.
-
-    They agree if ``G = ΔZᵀX``; G is read once, while computing ``ΔZᵀX`` again would cost as much as backpropagation.
-    """
-    u, v = _signs(dZ.shape[-1], dZ.dtype, dZ.device), _signs(X.shape[-1], X.dtype, X.device)
-    left, right = dZ @ u, X @ v
-    return (left * right).sum(-2), ((gradient @ v) * u).sum(-2), left.norm(dim=-2) * right.norm(dim=-2)
-
-
-@lru_cache(maxsize=256)
-def _signs(size: int, dtype: torch.dtype, device: torch.device, probes: int = 8) -> Tensor:
-    generator = torch.Generator().manual_seed(size)  # not the user's random numbers
-    return (torch.randint(0, 2, (size, probes), generator=generator) * 2 - 1).to(device, dtype)
-
-
-def _rounding(record: Record) -> float:
-    """How far ``.grad`` may be from ``ΔZᵀX`` by rounding, in units of ``‖ΔZ‖ ‖X‖``."""
-    dtype = record.first_use.dtype
-    if dtype == torch.float32 and record.weight.is_cuda:
-        return 2e-3  # TF32
-    return 32 * torch.finfo(dtype).eps if dtype.itemsize >= 4 else 2 * torch.finfo(dtype).eps
+def _on(flag: bool | Tensor, like: Tensor) -> Tensor:
+    assert isinstance(flag, Tensor)
+    return flag.to(like.device)

@@ -1,0 +1,112 @@
+"""Whether the gradient in ``.grad`` is the one that the captured inputs explain, up to a factor.
+
+The factor c with ``.grad = c ΔZᵀX`` is 1 straight after ``backward()``. The scale of a GradScaler, the average over
+ranks and norm clipping change it; value clipping, a penalty on the weights or a user's edit leave no such c.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from consequent.input_matrix import InputMatrix, gradient_matrix
+from consequent.layers import weight_matrix
+from consequent.record import Record
+
+SAMPLED_ROWS = 8
+
+
+def factor_of_gradient(record: Record, rows: InputMatrix) -> float | Tensor | None:
+    """The scalar c with ``.grad = c ΔZᵀX``; None if there is none. Looks at the numbers, so not for a busy GPU."""
+    if record.verified and rows.features is not None and record.is_untouched():
+        return _factor_of_some_rows(record, rows)
+    X, dZ = rows.whole(), rows.output_grads
+    gradient = gradient_matrix(record).to(X.dtype)
+    expected, found, sizes = _probe(gradient, X, dZ)
+    tolerance = rounding(record)
+    if bool(((found - expected).abs() <= tolerance * sizes).all()):
+        record.verified = True
+        return 1.0
+    factor = multiple(gradient, dZ.mT @ X, tolerance * X.norm() * dZ.norm())
+    if factor is not None:
+        record.verified = True
+    return factor
+
+
+def factor_on_device(record: Record, rows: InputMatrix) -> tuple[Tensor, Tensor, Tensor]:
+    """The same without looking: the factor, whether there is none, and a number that is NaN or inf if any was met."""
+    X, dZ = rows.whole(), rows.output_grads
+    expected, found, sizes = _probe(gradient_matrix(record).to(X.dtype), X, dZ)
+    squared = expected.square().sum()
+    factor = torch.where(squared > 0, (found * expected).sum() / squared, 1.0).to(X.dtype)
+    edited = ((found - factor * expected).abs() > rounding(record) * factor.abs() * sizes).float().mean() > 0.5
+    return factor, edited, found.sum()
+
+
+def is_explained(record: Record) -> bool:
+    """Whether the weight's ``.grad`` is a multiple of ΔZᵀX; on the feature side asked once, since nothing hangs on it.
+
+    A weight that is also used outside of its layer, say, has a gradient that its captured inputs do not explain.
+    """
+    plain, squared_output_grads, gradient = record.plain_gradient, record.squared_output_grads, record.weight.grad
+    if record.verified or plain is None or squared_output_grads is None or gradient is None or record.moment is None:
+        return True
+    record.verified = True
+    squared_inputs = record.moment.diagonal(dim1=-2, dim2=-1)[:, : record.features].sum()
+    level = rounding(record) * (squared_inputs * squared_output_grads).sqrt()
+    return multiple(gradient.to(plain.dtype), plain, level) is not None
+
+
+def multiple(gradient: Tensor, plain: Tensor, level: Tensor) -> Tensor | None:
+    """The c with ``gradient = c · plain`` up to rounding, if there is one."""
+    squared = plain.square().sum()
+    factor = torch.where(squared > 0, (gradient * plain).sum() / squared, torch.ones_like(squared))
+    residual = (gradient - factor * plain).norm()
+    return None if residual > level * factor.abs() else factor
+
+
+def rounding(record: Record) -> float:
+    """How far ``.grad`` may be from ``ΔZᵀX`` by rounding, in units of ``‖ΔZ‖ ‖X‖``."""
+    dtype = record.first_use.dtype
+    if dtype == torch.float32 and record.weight.is_cuda:
+        return 2e-3  # TF32
+    return 32 * torch.finfo(dtype).eps if dtype.itemsize >= 4 else 2 * torch.finfo(dtype).eps
+
+
+def _factor_of_some_rows(record: Record, rows: InputMatrix) -> float | Tensor | None:
+    """The factor from a few rows of the weight's gradient, where nobody is known to have touched it.
+
+    Reading all of it would cost as much as a tenth of a training step on a CPU. What leaves no trace, and so is looked
+    for, is a scale (``GradScaler.unscale_``), and writing through ``.data``. The row of the largest output gradient is
+    among the sample: it tells the factor even where most units are dead.
+    """
+    X, dZ, grad = rows.features, rows.output_grads, record.weight.grad
+    assert X is not None
+    assert grad is not None
+    outputs = dZ.shape[-1]
+    sizes = dZ.square().sum(-2)
+    largest = sizes.sum(0).argmax().view(1)
+    spread = torch.arange(0, outputs, max(1, outputs // (SAMPLED_ROWS - 1)), device=dZ.device)
+    sample = torch.cat([largest, spread])
+    expected = dZ[..., sample].mT @ X
+    found = weight_matrix(record.layer, grad)[:, sample].to(X.dtype)
+    level = rounding(record) * (X.square().sum() * sizes[:, sample].sum()).sqrt()
+    if bool((found - expected).norm() <= level):
+        return 1.0
+    return multiple(found, expected, level)
+
+
+def _probe(gradient: Tensor, X: Tensor, dZ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``(ΔZ u) · (X v)`` and ``u G v`` for a few random u and v, and the sizes that bound the first.
+
+    They agree if ``G = ΔZᵀX``; G is read once, while computing ``ΔZᵀX`` again would cost as much as backpropagation.
+    """
+    u, v = _signs(dZ.shape[-1], dZ.dtype, dZ.device), _signs(X.shape[-1], X.dtype, X.device)
+    left, right = dZ @ u, X @ v
+    return (left * right).sum(-2), ((gradient @ v) * u).sum(-2), left.norm(dim=-2) * right.norm(dim=-2)
+
+
+@lru_cache(maxsize=256)
+def _signs(size: int, dtype: torch.dtype, device: torch.device, probes: int = 8) -> Tensor:
+    generator = torch.Generator().manual_seed(size)  # not the user's random numbers
+    return (torch.randint(0, 2, (size, probes), generator=generator) * 2 - 1).to(device, dtype)

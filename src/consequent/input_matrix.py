@@ -1,0 +1,136 @@
+"""The matrices of one weight: its inputs with a constant 1 for each bias, its output gradients, its gradient."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from consequent import layers
+from consequent.record import Record
+
+
+def trained(record: Record) -> list[Tensor]:
+    """The record's parameters that have a gradient now: the weight first, then the biases."""
+    members = [record.weight] if record.features else []
+    return [parameter for parameter in (*members, *record.biases) if parameter.grad is not None]
+
+
+def gradient_matrix(record: Record) -> Tensor:
+    """``[groups, out_features, columns]``: what is in ``.grad`` of the weight and the biases."""
+    return join(record, [parameter.grad for parameter in trained(record) if parameter.grad is not None])
+
+
+def join(record: Record, gradients: list[Tensor]) -> Tensor:
+    """Gradients of :func:`trained` parameters as the columns of one matrix."""
+    groups = layers.groups(record.layer)
+    parts = [gradient.reshape(groups, -1, 1) for gradient in gradients]
+    if record.features and record.weight.grad is not None:
+        parts[0] = layers.weight_matrix(record.layer, gradients[0])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def split(record: Record, matrix: Tensor) -> list[Tensor]:
+    """The inverse of :func:`join`."""
+    parameters = trained(record)
+    widths = [record.features if parameter is record.weight and record.features else 1 for parameter in parameters]
+    parts = matrix.split(widths, dim=-1)
+    return [part.reshape(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
+
+
+def columns_with_gradient(record: Record) -> list[int]:
+    """Which columns of the whole input matrix (features, then a 1 for each bias) belong to a gradient."""
+    columns = list(range(record.features)) if record.weight.grad is not None else []
+    return columns + [record.features + place for place, bias in enumerate(record.biases) if bias.grad is not None]
+
+
+@dataclass
+class InputMatrix:
+    """The rows of all uses of a weight, the constant 1 of its biases kept apart: it need not be multiplied."""
+
+    record: Record
+    features: Tensor | None  # [groups, rows, D]; None where the weight has no gradient
+    output_grads: Tensor  # [groups, rows, out_features]
+
+    @classmethod
+    def of(cls, record: Record) -> "InputMatrix":
+        """The rows that the record has kept, in float32 or better."""
+        dZ = _concatenated(
+            [layers.output_rows(use.layer, use.output_grad) for use in record.uses if use.output_grad is not None]
+        )
+        X = None
+        if record.features and record.weight.grad is not None:
+            X = _concatenated([layers.input_rows(u.layer, u.inputs) for u in record.uses if u.inputs is not None])
+        return cls(record, X, dZ)
+
+    @property
+    def biases(self) -> list[Tensor]:
+        """The biases that have a gradient."""
+        return [bias for bias in self.record.biases if bias.grad is not None]
+
+    @cached_property
+    def ones(self) -> Tensor | None:
+        """``[rows, biases]``: 1 where a row's use has that bias; None if there are no biases with a gradient."""
+        if not self.biases:
+            return None
+        uses = self.record.uses
+        columns = [
+            torch.cat([self.output_grads.new_full((use.rows,), float(use.bias is bias)) for use in uses])
+            for bias in self.biases
+        ]
+        return torch.stack(columns, dim=-1)
+
+    @property
+    def has_one_bias_everywhere(self) -> bool:
+        """The usual case: every row ends in the same constant 1."""
+        return len(self.biases) == 1 and all(use.bias is self.biases[0] for use in self.record.uses)
+
+    def gram(self) -> Tensor:
+        """``[groups, rows, rows]``: the inner products of all rows."""
+        X = self.features
+        dZ = self.output_grads
+        gram = dZ.new_zeros(dZ.shape[0], dZ.shape[1], dZ.shape[1]) if X is None else X @ X.mT
+        if self.has_one_bias_everywhere:
+            return gram.add_(1)
+        return gram if self.ones is None else gram.add_(self.ones @ self.ones.mT)
+
+    def whole(self) -> Tensor:
+        """``[groups, rows, columns]``: the features and the ones together."""
+        groups, rows = self.output_grads.shape[:2]
+        parts = [] if self.features is None else [self.features]
+        if self.ones is not None:
+            parts.append(self.ones.expand(groups, rows, len(self.biases)))
+        return torch.cat(parts, dim=-1)
+
+    def double(self) -> "InputMatrix":
+        """The same in float64."""
+        features = None if self.features is None else self.features.double()
+        return InputMatrix(self.record, features, self.output_grads.double())
+
+    def combine_into_gradients(self, coefficients: Tensor) -> None:
+        """Write ``coefficientsᵀ X`` to the gradients, in place.
+
+        Args:
+            coefficients: ``[groups, rows, out_features]``.
+        """
+        for parameter in trained(self.record):
+            grad = parameter.grad
+            assert grad is not None
+            if self.features is not None and parameter is self.record.weight:
+                if grad.ndim == 2 and grad.is_contiguous() and grad.dtype == coefficients.dtype:
+                    torch.mm(coefficients[0].mT, self.features[0], out=grad)
+                else:
+                    grad.copy_((coefficients.mT @ self.features).reshape(grad.shape))
+        if self.has_one_bias_everywhere:
+            grad = self.biases[0].grad
+            assert grad is not None
+            grad.copy_(coefficients.sum(-2).reshape(grad.shape))
+        elif self.ones is not None:
+            for bias, gradient in zip(self.biases, (coefficients.mT @ self.ones).unbind(-1), strict=True):
+                assert bias.grad is not None
+                bias.grad.copy_(gradient.reshape(bias.shape))
+
+
+def _concatenated(blocks: list[Tensor]) -> Tensor:
+    matrix = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+    return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
