@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 
 def backward_pass_id() -> int:
@@ -21,18 +21,13 @@ def graph_is_retained() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def gradient_accumulator(leaf: Tensor) -> Node:
-    """The node that adds to ``leaf.grad``; it lives only as long as it is held."""
-    return get_gradient_edge(leaf).node
-
-
-def will_accumulate(accumulator: Node) -> bool:
-    """Whether the running backward pass is going to add to ``.grad`` of the accumulator's leaf.
+def will_accumulate(leaf: Tensor) -> bool:
+    """Whether the running backward pass, whose graph the leaf is in, is going to add to ``leaf.grad``.
 
     False in ``torch.autograd.grad``, which may run through a layer and leave its ``.grad`` alone.
     """
     try:
-        return bool(torch._C._will_engine_execute_node(accumulator))
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
     except RuntimeError:  # torch.autograd.grad asks for this very leaf: it is returned, not accumulated
         return False
 
@@ -63,6 +58,9 @@ class _Keep(torch.autograd.Function):
         return None, None
 
 
+_TOKEN = torch.zeros((), requires_grad=True)  # any leaf: it makes autograd save the tensor
+
+
 class Kept:
     """A tensor put by for the backward pass, as autograd puts its own by.
 
@@ -72,8 +70,7 @@ class Kept:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        token = torch.zeros((), device=tensor.device, requires_grad=True)
-        self._anchor = _Keep.apply(tensor.detach(), token)  # type: ignore[no-untyped-call]  # owns the saved tensor
+        self._anchor = _Keep.apply(tensor.detach(), _TOKEN)  # type: ignore[no-untyped-call]  # owns the saved tensor
 
     def get(self) -> Tensor:
         """The tensor; once per backward pass."""

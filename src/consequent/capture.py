@@ -12,7 +12,7 @@ from consequent import layers
 from consequent.autograd import after_backward, backward_pass_id
 from consequent.hooks import EntryHook, LayerHook, drop_inert_hooks, not_compiled
 from consequent.layers import Layer
-from consequent.precision import full_precision
+from consequent.precision import in_full_precision
 from consequent.record import Entry, Record, Use
 
 # Calls without a graph that may still be recomputed; a model that never is must not gather them.
@@ -132,7 +132,7 @@ class Capture:
             self._running.clear()  # left over from a backward pass that raised
         self.before_entry()
 
-    @full_precision()
+    @in_full_precision
     def output_grad_arrived(self, use: Use, output_grad: Tensor) -> None:
         """Backward reached the layer's output: ΔZ is known."""
         record = self.records.get(use.weight)

@@ -17,7 +17,7 @@ from consequent.foresight import Foresight
 from consequent.groups import Groups
 from consequent.guards import check_optimizer, refuse_uncaptured, warn_of_ranks
 from consequent.layers import Layer
-from consequent.precision import full_precision
+from consequent.precision import in_full_precision
 from consequent.reports import Reports
 from consequent.rewrite import Rewriter
 from consequent.selection import Patterns, listed, select_layers
@@ -202,7 +202,7 @@ class Consequentialism:
         return (args[0], corrected_closure, *args[2:]), kwargs
 
     @torch.no_grad()
-    @full_precision()
+    @in_full_precision
     def _after_step(self, *_: Any) -> None:
         for parameter, grad in self._withheld:
             parameter.grad = grad
@@ -227,7 +227,7 @@ class Consequentialism:
             for parameter, _ in self._withheld:
                 parameter.grad = None
 
-    @full_precision()
+    @in_full_precision
     def _correct(self) -> bool:
         """Rewrite the gradients. False if the step must not be taken; then nothing was rewritten."""
         self._skip_next = False

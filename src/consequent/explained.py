@@ -16,10 +16,16 @@ from consequent.record import Record
 SAMPLED_ROWS = 8
 
 
-def factor_of_gradient(record: Record, rows: InputMatrix) -> float | Tensor | None:
-    """The scalar c with ``.grad = c ΔZᵀX``; None if there is none. Looks at the numbers, so not for a busy GPU."""
+def factor_of_gradient(record: Record, rows: InputMatrix, squared_inputs: Tensor) -> float | Tensor | None:
+    """The scalar c with ``.grad = c ΔZᵀX``; None if there is none. Looks at the numbers, so not for a busy GPU.
+
+    Args:
+        record: what was captured.
+        rows: its matrices.
+        squared_inputs: ``‖X‖²``.
+    """
     if record.verified and rows.features is not None and record.is_untouched():
-        return _factor_of_some_rows(record, rows)
+        return _factor_of_some_rows(record, rows, squared_inputs)
     X, dZ = rows.whole(), rows.output_grads
     gradient = gradient_matrix(record).to(X.dtype)
     expected, found, sizes = _probe(gradient, X, dZ)
@@ -73,27 +79,28 @@ def rounding(record: Record) -> float:
     return 32 * torch.finfo(dtype).eps if dtype.itemsize >= 4 else 2 * torch.finfo(dtype).eps
 
 
-def _factor_of_some_rows(record: Record, rows: InputMatrix) -> float | Tensor | None:
+def _factor_of_some_rows(record: Record, rows: InputMatrix, squared_inputs: Tensor) -> float | Tensor | None:
     """The factor from a few rows of the weight's gradient, where nobody is known to have touched it.
 
-    Reading all of it would cost as much as a tenth of a training step on a CPU. What leaves no trace, and so is looked
-    for, is a scale (``GradScaler.unscale_``), and writing through ``.data``. The row of the largest output gradient is
-    among the sample: it tells the factor even where most units are dead.
+    Reading all of it would cost a tenth of a training step on a CPU. What leaves no trace, and so is looked for, is a
+    scale (``GradScaler.unscale_``), and writing through ``.data``. The row of the largest output gradient is in the
+    sample: it tells the factor even where most units are dead. The other rows are different ones at every step.
     """
     X, dZ, grad = rows.features, rows.output_grads, record.weight.grad
     assert X is not None
     assert grad is not None
-    outputs = dZ.shape[-1]
-    sizes = dZ.square().sum(-2)
-    largest = sizes.sum(0).argmax().view(1)
-    spread = torch.arange(0, outputs, max(1, outputs // (SAMPLED_ROWS - 1)), device=dZ.device)
-    sample = torch.cat([largest, spread])
-    expected = dZ[..., sample].mT @ X
-    found = weight_matrix(record.layer, grad)[:, sample].to(X.dtype)
-    level = rounding(record) * (X.square().sum() * sizes[:, sample].sum()).sqrt()
-    if bool((found - expected).norm() <= level):
+    outputs, record.looked_at = dZ.shape[-1], record.looked_at + 1
+    largest = int(dZ.abs().sum((0, 1)).argmax())
+    first = record.looked_at * SAMPLED_ROWS % outputs
+    plain, gradient = [], []
+    for sample in (slice(largest, largest + 1), slice(first, first + SAMPLED_ROWS)):
+        plain.append(dZ[..., sample].mT @ X)
+        gradient.append(weight_matrix(record.layer, grad)[:, sample])
+    expected, found = torch.cat(plain, dim=1), torch.cat(gradient, dim=1).to(X.dtype)
+    level = rounding(record) * (squared_inputs.sum() * dZ[..., largest].square().sum()).sqrt()
+    if bool((found - expected).abs().max() <= level):  # no row is longer than the largest
         return 1.0
-    return multiple(found, expected, level)
+    return multiple(found, expected, SAMPLED_ROWS * level)
 
 
 def _probe(gradient: Tensor, X: Tensor, dZ: Tensor) -> tuple[Tensor, Tensor, Tensor]:

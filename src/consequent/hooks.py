@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from consequent import layers
-from consequent.autograd import Kept, gradient_accumulator, transforms_are_active, will_accumulate
+from consequent.autograd import Kept, transforms_are_active, will_accumulate
 from consequent.layers import Layer
 from consequent.record import Use
 
@@ -107,11 +107,11 @@ class LayerHook(_Uncopyable):
             dtype=output.dtype,
             kept_inputs=None if weight is None else Kept(inputs),
         )
-        accumulators = [gradient_accumulator(parameter) for parameter in (weight, bias) if parameter is not None]
+        leaves = [parameter for parameter in (weight, bias) if parameter is not None]
         capture = self.capture
 
         def output_grad_arrived(grad: Tensor) -> None:
-            if any(will_accumulate(accumulator) for accumulator in accumulators):
+            if any(will_accumulate(leaf) for leaf in leaves):
                 capture.output_grad_arrived(use, grad)
 
         output.register_hook(output_grad_arrived)

@@ -71,6 +71,7 @@ class Record:
     edited: bool = False  # somebody wrote to .grad between two backward passes
     accumulated_on_corrected: bool = False
     verified: bool = False  # the gradient was once compared with ΔZᵀX
+    looked_at: int = 0  # how often some of its rows were compared again
     plain_gradient: Tensor | None = None  # ΔZᵀX for that comparison, where the rows are not kept
     squared_output_grads: Tensor | None = None  # ‖ΔZ‖², likewise
 

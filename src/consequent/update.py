@@ -9,7 +9,7 @@ from consequent import layers
 from consequent.explained import factor_of_gradient, factor_on_device, is_explained
 from consequent.input_matrix import InputMatrix, columns_with_gradient, gradient_matrix, split, trained
 from consequent.record import Record
-from consequent.ridge import correct_any_gradient, damped_solve_or_fall_back
+from consequent.ridge import correct_any_gradient, damped_solve_or_fall_back, quick_solve
 from consequent.settings import Damping
 
 
@@ -105,7 +105,7 @@ def _on_sample_side(record: Record, damping: Damping, *, may_wait: bool) -> Upda
     level = damping.absolute(trace, record.rows)
     if record.verified and not may_wait and damping.value > 0:
         return _on_sample_side_of_device(rows, gram, trace, level)
-    factor = factor_of_gradient(record, rows)
+    factor = factor_of_gradient(record, rows, trace)
     if factor is None:
         X = rows.whole()
         gradient = correct_any_gradient(gradient_matrix(record).to(X.dtype), X, level)
@@ -115,23 +115,21 @@ def _on_sample_side(record: Record, damping: Damping, *, may_wait: bool) -> Upda
         X = rows.whole()
         gradient = (torch.linalg.pinv(X) @ dZ).mT * factor if finite else torch.zeros_like(dZ.mT @ X)
         return Update(record, "samples", finite, gradient)
-    solved = damped_solve_or_fall_back(gram, dZ, level, may_wait=may_wait)
-    if may_wait and dZ.dtype != torch.float64:
-        unsafe = solved.doubtful + solved.rescued + solved.fallen_back
-        if unsafe:  # the rows are still there: in float64 the answer is free of float32's rounding
-            rows = rows.double()
-            solved = damped_solve_or_fall_back(rows.gram(), rows.output_grads, level, may_wait=True)
-            solved.rescued = unsafe - solved.fallen_back
-    coefficients = solved.solution if factor == 1.0 else solved.solution * factor
-    finite = (trace.sum() + coefficients.sum()).isfinite()
+    coefficients = quick_solve(gram, dZ, level)
+    rescued: int | Tensor = 0
+    fallen_back: int | Tensor = 0
+    if coefficients is None and trace.isfinite().all():
+        rows = rows.double()  # they are still there: in float64 the answer is free of float32's rounding
+        solved = damped_solve_or_fall_back(rows.gram(), rows.output_grads, level, may_wait=True)
+        coefficients, fallen_back = solved.solution, solved.fallen_back
+        rescued = len(gram) - fallen_back if dZ.dtype != torch.float64 else solved.rescued
+    if coefficients is None:
+        return Update(record, "samples", torch.tensor(False, device=dZ.device))
+    if factor != 1.0:
+        coefficients *= factor
+    finite = coefficients.sum().isfinite()
     return Update(
-        record,
-        "samples",
-        finite,
-        coefficients=coefficients,
-        rows=rows,
-        rescued=solved.rescued,
-        fallen_back=solved.fallen_back,
+        record, "samples", finite, coefficients=coefficients, rows=rows, rescued=rescued, fallen_back=fallen_back
     )
 
 
