@@ -42,6 +42,11 @@ def answers_at_once(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+def graph_is_being_captured() -> bool:
+    """Whether what is launched now is not run but recorded in a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def transforms_are_active() -> bool:
     """Whether ``torch.func`` (vmap, grad, …) is rewriting the operations now."""
     return bool(torch._C._are_functorch_transforms_active())

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from consequent import layers
+from consequent import kernels, layers
+from consequent.ahead import SideStreams, factorise
 from consequent.autograd import after_backward, backward_pass_id
 from consequent.hooks import EntryHook, LayerHook, drop_inert_hooks, not_compiled
 from consequent.layers import Layer
 from consequent.precision import in_full_precision
 from consequent.record import Entry, Record, Use
+from consequent.settings import Damping
 
 # Calls without a graph that may still be recomputed; a model that never is must not gather them.
 MOST_CALLS_BEFORE_BACKWARD = 4096
@@ -28,14 +30,14 @@ class Capture:
         named_layers: Mapping[str, Layer],
         *,
         wants: Callable[[Tensor], bool],
-        reducible: Callable[[Tensor], bool],
+        damping_of: Callable[[Tensor], Damping],
         keep_rows: bool,
         before_entry: Callable[[], None],
     ) -> None:
         self.model = model
         self.records: dict[Tensor, Record] = {}
         self.wants = wants  # is this parameter to be corrected?
-        self.reducible = reducible  # may a second moment stand for the inputs of this weight?
+        self.damping_of = damping_of
         self.keep_rows = keep_rows
         self.misbehaving: dict[nn.Module, str] = {}  # layers whose forward is not what their class says
         self.before_entry = before_entry  # called when samples are about to enter the model
@@ -45,6 +47,7 @@ class Capture:
         self._containers: set[nn.Module] = set()
         self._open_entries: list[tuple[nn.Module, Entry | None]] = []
         self._without_graph: dict[Layer, deque[Entry]] = {}
+        self._side_streams = SideStreams()
         self._running: dict[int, list[Record]] = {}  # backward passes under way, and the records they fill
         self._handles: list[RemovableHandle] = []
         self.extend(named_layers)
@@ -148,10 +151,25 @@ class Capture:
                 record.begin_backward_pass(use.key.grad)
             record.backward_pass = now
             self._running[now].append(record)
-        reducible = self.reducible(use.key)
-        record.add(use, output_grad.detach(), reducible=reducible, keep_rows=self.keep_rows)
+        record.add(use, output_grad.detach())
+        damping = self.damping_of(use.key)
+        if record.uses and record.rows >= record.columns and damping.value > 0:
+            self._reduce(record, use, damping)
+
+    def _reduce(self, record: Record, use: Use, damping: Damping) -> None:
+        """Let a second moment stand for the rows; on a GPU beside the backward pass, and factorised if complete."""
+        is_first = len(record.uses) == 1 and not record.reduced
+        if use.inputs is None or not record.verified or not is_first or not kernels.run_on(use.inputs.device):
+            self._side_streams.join()  # an earlier use's moment may still be under way
+            record.reduce(keep_rows=self.keep_rows)
+            return
+        with self._side_streams.beside(use.inputs):
+            record.reduce(keep_rows=self.keep_rows)
+            if record.usual_uses == 1 and record.moment is not None:
+                record.factor = factorise(record.moment, damping, record.rows)
 
     def _mark_gradients(self, backward_pass: int) -> None:
+        self._side_streams.join()
         for record in self._running.pop(backward_pass, []):
             if not record.is_empty:
                 record.mark_accumulated()

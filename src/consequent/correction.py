@@ -112,7 +112,7 @@ class Consequentialism:
             model,
             selection.corrected,
             wants=self._groups.owns,
-            reducible=lambda parameter: self._groups.damping_of(parameter).value > 0,
+            damping_of=self._groups.damping_of,
             keep_rows=foresight,
             before_entry=self._notice_new_parameters,
         )

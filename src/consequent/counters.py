@@ -1,7 +1,8 @@
 """Counts of what is not an ordinary step."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
+import torch
 from torch import Tensor
 
 
@@ -26,31 +27,42 @@ class Counters:
     edited: int = 0
 
 
+NAMES = tuple(field.name for field in fields(Counters))
+
+
 class Tally:
-    """Counts on the host, and on devices that must not be waited for."""
+    """Counts on the host, and on devices that must not be waited for.
+
+    A device's counts are one tensor that stays where it is: a captured CUDA graph goes on counting in it.
+    """
 
     def __init__(self) -> None:
         self._counters = Counters()
-        self._waiting: list[tuple[str, Tensor]] = []
+        self._on_device: dict[torch.device, Tensor] = {}
 
     def add(self, name: str, count: int | Tensor = 1) -> None:
         """Count something. A tensor is looked at later."""
-        if not isinstance(count, Tensor):
+        if isinstance(count, Tensor):
+            self.on_device(count.device)[NAMES.index(name)].add_(count.squeeze())
+        else:
             setattr(self._counters, name, getattr(self._counters, name) + count)
-            return
-        for place, (waiting_name, waiting) in enumerate(self._waiting):
-            if waiting_name == name and waiting.device == count.device:
-                self._waiting[place] = (name, waiting + count)
-                return
-        self._waiting.append((name, count))
+
+    def on_device(self, device: torch.device) -> Tensor:
+        """The counts on a device: int64, an element for each of :data:`NAMES` and one that nobody looks at."""
+        if device not in self._on_device:
+            self._on_device[device] = torch.zeros(len(NAMES) + 1, dtype=torch.int64, device=device)
+        return self._on_device[device]
 
     def read(self) -> Counters:
         """All counts; waits for the devices."""
-        waiting, self._waiting = self._waiting, []
-        for name, count in waiting:
-            self.add(name, int(count))
-        return replace(self._counters)
+        counts = {name: getattr(self._counters, name) for name in NAMES}
+        for on_device in self._on_device.values():
+            for name, count in zip(NAMES, on_device.tolist(), strict=False):
+                counts[name] += count
+        return Counters(**counts)
 
     def restore(self, counters: Counters) -> None:
         """Start again from saved counts."""
-        self._counters, self._waiting = counters, []
+        self._counters = replace(counters)
+        for on_device in self._on_device.values():
+            on_device.zero_()

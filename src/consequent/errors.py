@@ -11,3 +11,9 @@ class ConsequentWarning(UserWarning):
 
 class NonFiniteError(FloatingPointError):
     """NaN or inf in a layer's inputs or output gradients, raised only with ``check=True``. No weight was changed."""
+
+
+CAPTURED_TOO_EARLY = (
+    "a CUDA graph is being captured before the first ordinary training step, in which each layer is checked once. "
+    "Take a few steps (forward, backward, step) before the capture, as torch.cuda.graph needs them anyway."
+)

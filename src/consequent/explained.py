@@ -4,6 +4,7 @@ The factor c with ``.grad = c ΔZᵀX`` is 1 straight after ``backward()``. The 
 ranks and norm clipping change it; value clipping, a penalty on the weights or a user's edit leave no such c.
 """
 
+import math
 from functools import lru_cache
 
 import torch
@@ -63,7 +64,7 @@ def is_explained(record: Record) -> bool:
     return multiple(gradient.to(plain.dtype), plain, level) is not None
 
 
-def multiple(gradient: Tensor, plain: Tensor, level: Tensor) -> Tensor | None:
+def multiple(gradient: Tensor, plain: Tensor, level: float | Tensor) -> Tensor | None:
     """The c with ``gradient = c · plain`` up to rounding, if there is one."""
     squared = plain.square().sum()
     factor = torch.where(squared > 0, (gradient * plain).sum() / squared, torch.ones_like(squared))
@@ -83,24 +84,25 @@ def _factor_of_some_rows(record: Record, rows: InputMatrix, squared_inputs: Tens
     """The factor from a few rows of the weight's gradient, where nobody is known to have touched it.
 
     Reading all of it would cost a tenth of a training step on a CPU. What leaves no trace, and so is looked for, is a
-    scale (``GradScaler.unscale_``), and writing through ``.data``. The row of the largest output gradient is in the
-    sample: it tells the factor even where most units are dead. The other rows are different ones at every step.
+    scale (``GradScaler.unscale_``), and writing through ``.data``. Other rows are looked at in every step; where these
+    say nothing, as those of dead units, the one with the largest output gradient does.
     """
     X, dZ, grad = rows.features, rows.output_grads, record.weight.grad
     assert X is not None
     assert grad is not None
-    outputs, record.looked_at = dZ.shape[-1], record.looked_at + 1
-    largest = int(dZ.abs().sum((0, 1)).argmax())
-    first = record.looked_at * SAMPLED_ROWS % outputs
-    plain, gradient = [], []
-    for sample in (slice(largest, largest + 1), slice(first, first + SAMPLED_ROWS)):
-        plain.append(dZ[..., sample].mT @ X)
-        gradient.append(weight_matrix(record.layer, grad)[:, sample])
-    expected, found = torch.cat(plain, dim=1), torch.cat(gradient, dim=1).to(X.dtype)
-    level = rounding(record) * (squared_inputs.sum() * dZ[..., largest].square().sum()).sqrt()
-    if bool((found - expected).abs().max() <= level):  # no row is longer than the largest
-        return 1.0
-    return multiple(found, expected, SAMPLED_ROWS * level)
+    gradient = weight_matrix(record.layer, grad)
+    record.looked_at += SAMPLED_ROWS
+    first = record.looked_at % dZ.shape[-1]
+    scale = rounding(record) * math.sqrt(squared_inputs.sum().item())
+    for row, count in ((first, min(SAMPLED_ROWS, dZ.shape[-1] - first)), (-1, 1)):
+        start = row if row >= 0 else int(dZ.abs().sum((0, 1)).argmax())
+        sample = dZ.narrow(-1, start, count)
+        expected = sample.mT @ X
+        found = gradient.narrow(1, start, count).to(X.dtype)
+        level = scale * sample.norm().item()
+        if expected.norm().item() > 10 * level:
+            return 1.0 if (found - expected).norm().item() <= level else multiple(found, expected, level)
+    return 1.0  # no row says anything: the gradient is nothing but rounding
 
 
 def _probe(gradient: Tensor, X: Tensor, dZ: Tensor) -> tuple[Tensor, Tensor, Tensor]:

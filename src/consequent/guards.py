@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from consequent.autograd import graph_is_being_captured
 from consequent.capture import Capture
-from consequent.errors import ConsequentWarning
+from consequent.errors import CAPTURED_TOO_EARLY, ConsequentWarning
 from consequent.record import Record
 from consequent.reports import shown
 
@@ -57,6 +58,12 @@ def refuse_corrected_before(records: Iterable[Record], capture: Capture, others:
                 f"{name}: its gradient was corrected just now by another Consequentialism on the same model, "
                 "and would be corrected twice. Keep one of them and detach() the other."
             )
+
+
+def refuse_capture_before_first_step(records: Iterable[Record]) -> None:
+    """Raise if a CUDA graph is being captured before a step has looked at the layers, which waits for the device."""
+    if graph_is_being_captured() and not all(record.verified for record in records):
+        raise RuntimeError(CAPTURED_TOO_EARLY)
 
 
 def refuse_uncaptured(capture: Capture, owns: Callable[[Tensor], bool]) -> None:

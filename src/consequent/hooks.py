@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from consequent import layers
-from consequent.autograd import Kept, transforms_are_active, will_accumulate
+from consequent.autograd import Kept, graph_is_being_captured, transforms_are_active, will_accumulate
+from consequent.errors import CAPTURED_TOO_EARLY
 from consequent.layers import Layer
 from consequent.record import Use
 
@@ -127,6 +128,8 @@ class LayerHook(_Uncopyable):
 
     def _behaves(self, inputs: Tensor, output: Tensor) -> bool:
         """Compare the first output with what the layer's class computes; subclasses may compute anything."""
+        if graph_is_being_captured():
+            raise RuntimeError(CAPTURED_TOO_EARLY)
         with torch.no_grad():
             few = layers.as_batch(self.layer, inputs)[:2]
             weight, bias = self.layer.weight.detach(), self.layer.bias

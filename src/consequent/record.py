@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from consequent import layers
+from consequent.ahead import Factor
 from consequent.autograd import Kept, answers_at_once, graph_is_retained
 from consequent.grad_mark import GradMark
 from consequent.layers import Layer
@@ -54,9 +55,9 @@ class Use:
 class Record:
     """All uses of one weight that are in its ``.grad`` now.
 
-    Uses are kept as rows (inputs and output gradients) while there are fewer rows than features, and reduced to the
-    second moment of the inputs as soon as there are more: the side to solve on is the smaller one, and the memory is
-    bounded by it.
+    Uses are kept as rows (inputs and output gradients) while there are fewer rows than features, and to be reduced to
+    the second moment of the inputs as soon as there are more: the side to solve on is the smaller one, and the memory
+    is bounded by it.
     """
 
     weight: Tensor
@@ -65,6 +66,8 @@ class Record:
     uses: list[Use] = field(default_factory=list)
     reduced: list[Use] = field(default_factory=list)
     moment: Tensor | None = None  # [groups, D + biases, D + biases]
+    factor: Factor | None = None  # of the moment, where it was factorised ahead
+    usual_uses: int = 0  # how many uses the last step had
     backward_pass: int = -1
     accumulated: list[tuple[Tensor, GradMark]] = field(default_factory=list)  # after the last backward pass
     corrected: list[tuple[Tensor, GradMark]] = field(default_factory=list)  # after the last correction
@@ -117,7 +120,8 @@ class Record:
 
     def clear(self) -> None:
         """Forget all uses."""
-        self.biases, self.uses, self.reduced, self.moment = [], [], [], None
+        self.usual_uses = len(self.uses) + len(self.reduced) or self.usual_uses
+        self.biases, self.uses, self.reduced, self.moment, self.factor = [], [], [], None, None
         self.plain_gradient = self.squared_output_grads = None
         self.edited = self.accumulated_on_corrected = False
         self.accumulated, self.backward_pass = [], -1
@@ -144,14 +148,12 @@ class Record:
             elif not self.is_untouched():
                 self.edited = True
 
-    def add(self, use: Use, output_grad: Tensor, *, reducible: bool, keep_rows: bool) -> None:
+    def add(self, use: Use, output_grad: Tensor) -> None:
         """Add a use, or a further gradient of a use that is there already (``retain_graph``).
 
         Args:
             use: the use.
             output_grad: its ΔZ in this backward pass.
-            reducible: whether a second moment may stand for the rows (not with λ = 0).
-            keep_rows: whether to keep the rows beside it.
         """
         if use in self.uses or use in self.reduced:
             if use.output_grad is not None:
@@ -173,35 +175,41 @@ class Record:
                 use.kept_inputs = None
         use.output_grad = output_grad
         self.uses.append(use)
-        if reducible and self.rows >= self.columns:
-            self.reduce(keep_rows=keep_rows)
 
     def reduce(self, *, keep_rows: bool) -> None:
         """Let the second moment of the inputs stand for the rows of all uses."""
-        size, grads = self.columns, [use.output_grad for use in self.uses if use.output_grad is not None]
-        if self.moment is None:
-            dtype = torch.promote_types(grads[0].dtype, torch.float32)
-            shape = (layers.groups(self.layer), size, size)
-            self.moment = torch.zeros(shape, dtype=dtype, device=grads[0].device)
-        elif self.moment.shape[-1] < size:  # a bias met for the first time
+        size = self.columns
+        if self.moment is not None and self.moment.shape[-1] < size:  # a bias met for the first time
             grow = size - self.moment.shape[-1]
             self.moment = nn.functional.pad(self.moment, (0, grow, 0, grow))
         for use in self.uses:
-            columns = self.columns_of(use)
-            if not self.verified and use.inputs is not None and use.output_grad is not None:
-                self.add_plain_gradient(use, use.inputs, use.output_grad)
-            part: Tensor | float = float(use.rows)  # of a constant 1
-            if use.inputs is not None:
-                part = second_moment(use.layer, use.inputs, ones=use.bias is not None)
-            if len(columns) == size:
-                self.moment += part
-            else:
-                index = torch.tensor(columns, device=self.moment.device)
-                self.moment[:, index[:, None], index] += part
+            self._add_moment_of(use)
             if not keep_rows:
                 use.inputs = use.output_grad = None
         self.reduced += self.uses
         self.uses = []
+        self.factor = None
+
+    def _add_moment_of(self, use: Use) -> None:
+        assert use.output_grad is not None
+        columns, size = self.columns_of(use), self.columns
+        dtype, device = torch.promote_types(use.output_grad.dtype, torch.float32), use.output_grad.device
+        if use.inputs is None:  # only the bias is trained
+            part = torch.full((layers.groups(use.layer), 1, 1), float(use.rows), dtype=dtype, device=device)
+        else:
+            if not self.verified:
+                self.add_plain_gradient(use, use.inputs, use.output_grad)
+            part = second_moment(use.layer, use.inputs, ones=use.bias is not None)
+        if len(columns) == size and self.moment is None:
+            self.moment = part
+            return
+        if self.moment is None:
+            self.moment = torch.zeros((len(part), size, size), dtype=dtype, device=device)
+        if len(columns) == size:
+            self.moment += part
+        else:
+            index = torch.tensor(columns, device=device)
+            self.moment[:, index[:, None], index] += part
 
     def add_plain_gradient(self, use: Use, inputs: Tensor, output_grad: Tensor) -> None:
         """Keep what is needed to compare the gradient in ``.grad`` with ΔZᵀX."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from consequent.autograd import graph_is_being_captured
 from consequent.counters import Tally
 from consequent.errors import ConsequentWarning, LinAlgError, NonFiniteError
 from consequent.update import Update
@@ -28,6 +29,13 @@ class Reports(Tally):
         self.check = check
         self._warned: set[str] = set()
         self._skipped_in_a_row = 0
+
+    def add_step(self, device: torch.device) -> None:
+        """A step is corrected; one that a CUDA graph records happens each time the graph is replayed."""
+        if graph_is_being_captured():
+            self.on_device(device)[0].add_(1)
+        else:
+            self.add("steps")
 
     def non_finite(self, layers: list[str]) -> None:
         """NaN or inf was met in these layers: the step is not taken."""

@@ -1,5 +1,6 @@
 """Rewriting the gradients of one step: all of them, or none."""
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor
 from consequent.autograd import answers_at_once
 from consequent.capture import Capture
 from consequent.foresight import Foresight, Watch
+from consequent.fused import FusedStep, fused_step_for
 from consequent.groups import Groups
-from consequent.guards import refuse_corrected_before, uncaptured_layers
+from consequent.guards import refuse_capture_before_first_step, refuse_corrected_before, uncaptured_layers
 from consequent.record import Record
 from consequent.reports import Reports, shown
 from consequent.settings import LossReduction, loss_divisor
@@ -42,50 +44,66 @@ class Rewriter:
         records = self._capture.filled_records()
         try:
             refuse_corrected_before(records, self._capture, others)
+            refuse_capture_before_first_step(records)
             self._list_uncaptured(records)
             self.samples = self._capture.samples()
             divisor = loss_divisor(loss_reduction, self.samples)
-            updates = [self._update_of(record) for record in records]
-            records, updates = self._leave_out_foreign(records, updates)
-            finite = self._all_finite(records, updates)
-            self._reports.add("steps")
+            fused = self._fused_step(records, divisor)
+            together = fused.sides if fused else {}
+            updates = self._without_foreign([self._update_of(r) for r in records if r not in together])
+            finite = self._all_finite(updates, fused)
+            self._reports.add_step(records[0].weight.device)
             if finite is False:
                 return False
-            for record, update in zip(records, updates, strict=True):
-                name = self._capture.names[record.layer]
-                self._reports.updated(name, update)
-                self.sides[name] = update.side
+            for update in updates:
+                self._reports.updated(self._name(update.record), update)
+            sides = {**{update.record: update.side for update in updates}, **together}
+            self.sides.update({self._name(record): side for record, side in sides.items()})
             if self._keeps_foresight:
-                self._watch = Watch(records, self._capture.names, self._groups.learning_rate_of, divisor)
-            written = [update.write(divisor, finite) for update in updates]
+                self._watch = Watch(list(sides), self._capture.names, self._groups.learning_rate_of, divisor)
+            written = {update.record: update.write(divisor, finite) for update in updates}
+            if fused:
+                written |= fused.write(self._reports.on_device(fused.device)[-3:])
             self._reports.step_taken()
             if self._watch is not None:
                 self._watch.note_corrected()
-            for record, parameters in zip(records, written, strict=True):
+            for record, parameters in written.items():
                 record.mark_corrected(parameters)
             return True
         finally:
             self._capture.clear()
 
+    def _name(self, record: Record) -> str:
+        return self._capture.names[record.layer]
+
+    def _fused_step(self, records: list[Record], divisor: float) -> FusedStep | None:
+        """All records that GPU kernels take together."""
+        fused = fused_step_for(records, may_wait=self._may_wait(records[0].weight))
+        if fused is None or self._keeps_foresight:
+            return None
+        for record in records:
+            fused.take(record, self._groups.damping_of(record.first_use.key), divisor)
+        return fused if fused else None
+
     def _update_of(self, record: Record) -> Update:
         damping = self._groups.damping_of(record.first_use.key)
         return consequentialist_update(record, damping, may_wait=self._may_wait(record.weight))
 
-    def _leave_out_foreign(self, records: list[Record], updates: list[Update]) -> tuple[list[Record], list[Update]]:
+    def _without_foreign(self, updates: list[Update]) -> list[Update]:
         """Layers with a forward of their own that, by their gradient, is no matrix product after all stay plain."""
-        for record, update in zip(records, updates, strict=True):
+        for update in updates:
             if update.foreign:
-                self._capture.misbehaving[record.layer] = "its gradient is not the one its inputs explain"
+                self._capture.misbehaving[update.record.layer] = "its gradient is not the one its inputs explain"
         self.warn_of_misbehaving()
-        kept = [(r, u) for r, u in zip(records, updates, strict=True) if not u.foreign]
-        return [r for r, _ in kept], [u for _, u in kept]
+        return [update for update in updates if not update.foreign]
 
-    def _all_finite(self, records: list[Record], updates: list[Update]) -> bool | Tensor:
+    def _all_finite(self, updates: list[Update], fused: FusedStep | None) -> bool | Tensor:
         """Whether the step may be taken; on a GPU that is not waited for, a tensor (and plain gradients are zeroed)."""
-        corrected = {p for record in records for p in record.members}
-        plain = [(p, p.grad) for p in self._groups.parameters() if p.grad is not None and p not in corrected]
-        flags = [(shown(self._capture.names[r.layer]), u.finite) for r, u in zip(records, updates, strict=True)]
-        flags += [("a layer that is not corrected", _is_finite(grad)) for _, grad in plain]
+        corrected = {p for update in updates for p in update.record.members}
+        corrected |= {p for record in (fused.sides if fused else ()) for p in record.members}
+        plain = [p.grad for p in self._groups.parameters() if p.grad is not None and p not in corrected]
+        flags = [(shown(self._name(update.record)), update.finite) for update in updates]
+        flags += [("a layer that is not corrected", flag) for flag in _are_finite(plain)]
         found_inf = getattr(self._groups.optimizer, "found_inf", None)  # a GradScaler's, with a fused optimiser
         bad = [name for name, flag in flags if self._may_wait(flag) and not flag]
         if bad:
@@ -93,14 +111,21 @@ class Rewriter:
                 self._reports.non_finite(list(dict.fromkeys(bad)))
             return False
         waiting = [flag for _, flag in flags if not self._may_wait(flag)]
-        if not waiting:
+        if not waiting and fused is None:
             return True
-        finite = torch.stack([flag.to(waiting[0].device) for flag in waiting]).all()
-        for _, grad in plain:
+        is_bad = None if fused is None else fused.prepare()
+        if waiting:
+            finite = torch.stack([flag.to(waiting[0].device) for flag in waiting]).all()
+            is_bad = (~finite).int().view(1) if is_bad is None else is_bad.bitwise_or_(~finite)
+        assert is_bad is not None
+        if found_inf is None:
+            self._reports.add("skipped", is_bad)
+        if not updates and not plain:
+            return True  # the kernels look for themselves
+        finite = is_bad[0] == 0
+        for grad in plain:
             if not grad.is_sparse:
                 grad.masked_fill_(~finite.to(grad.device), 0)
-        if found_inf is None:
-            self._reports.add("skipped", (~finite).long())
         return finite
 
     def _list_uncaptured(self, records: list[Record]) -> None:
@@ -128,6 +153,11 @@ class Rewriter:
         return self._reports.check or answers_at_once(tensor)
 
 
-def _is_finite(grad: Tensor) -> Tensor:
-    values = grad.coalesce().values() if grad.is_sparse else grad
-    return values.sum(dtype=torch.promote_types(grad.dtype, torch.float32)).isfinite()
+def _are_finite(grads: list[Tensor]) -> list[Tensor]:
+    """Whether the gradients hold no NaN or inf: a flag for each device and dtype that they are on."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        values = grad.coalesce().values() if grad.is_sparse else grad
+        if values.numel():
+            kinds.setdefault((values.device, values.dtype), []).append(values)
+    return [torch.stack(torch._foreach_norm(values, math.inf)).isfinite().all() for values in kinds.values()]

@@ -1,0 +1,146 @@
+"""All layers of a step in a few launches: the records that the GPU kernels take, and what they make of them.
+
+The mathematics is that of :mod:`consequent.update`, whose plain-torch form is the reference; there each layer costs a
+few dozen launches, here all of them share a handful.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from consequent import kernels
+from consequent.explained import rounding
+from consequent.input_matrix import trained
+from consequent.record import Record
+from consequent.settings import Damping
+
+if TYPE_CHECKING:  # imported where they are needed: Triton is not everywhere
+    from consequent.kernels.dense import DenseLayer
+    from consequent.kernels.features import FeatureLayer
+
+
+class FusedStep:
+    """The records that the kernels correct together, all on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.sides: dict[Record, str] = {}
+        self._dense: list[DenseLayer] = []
+        self._features: list[FeatureLayer] = []
+        self._prepared: list[Any] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.sides)
+
+    def take(self, record: Record, damping: Damping, scale: float) -> bool:
+        """Take the record if there is a kernel for it.
+
+        Args:
+            record: what was captured for a gradient.
+            damping: λ.
+            scale: what the corrected gradient is multiplied by.
+        """
+        grads = _grads_of_one_layer(record)
+        if grads is None or damping.value == 0 or record.weight.device != self.device:
+            return False
+        if record.factor is not None and record.factor.damping == damping and not record.uses:
+            self._take_features(record, *grads, scale)
+        elif record.moment is not None or not self._take_dense(record, *grads, damping, scale):
+            return False
+        return True
+
+    def _take_features(self, record: Record, weight_grad: Tensor, bias_grad: Tensor | None, scale: float) -> None:
+        from consequent.kernels.features import FeatureLayer
+
+        assert record.factor is not None
+        factor = record.factor
+        self._features.append(FeatureLayer(weight_grad, bias_grad, factor.inverse, factor.status, scale))
+        self.sides[record] = "features"
+
+    def _take_dense(
+        self, record: Record, weight_grad: Tensor, bias_grad: Tensor | None, damping: Damping, scale: float
+    ) -> bool:
+        from consequent.kernels.dense import MOST_ROWS, DenseLayer
+
+        use = record.uses[0]
+        inputs, output_grad = use.inputs, use.output_grad
+        if len(record.uses) > 1 or not isinstance(record.layer, nn.Linear) or not 0 < use.rows <= MOST_ROWS:
+            return False
+        if inputs is None or output_grad is None or not weight_grad.is_contiguous():
+            return False
+        if inputs.dtype != torch.float32 or output_grad.dtype != torch.float32:
+            return False
+        X, dZ = (_rows(matrix) for matrix in (inputs, output_grad))
+        layer = DenseLayer(X, dZ, weight_grad, bias_grad, damping.value, damping.relative, scale, rounding(record))
+        self._dense.append(layer)
+        self.sides[record] = "samples"
+        return True
+
+    def prepare(self) -> Tensor:
+        """Solve for all layers; no gradient is written yet.
+
+        Returns:
+            int32 of one element, on the device: 1 if NaN or inf was met. Others may set it as well.
+        """
+        bad = torch.zeros(1, dtype=torch.int32, device=self.device)
+        if self._dense:
+            from consequent.kernels.dense import prepare_dense, write_dense
+
+            self._prepared.append((write_dense, prepare_dense(self._dense, bad)))
+        if self._features:
+            from consequent.kernels.features import prepare_features, write_features
+
+            self._prepared.append((write_features, prepare_features(self._features, bad)))
+        return bad
+
+    def write(self, counts: Tensor) -> dict[Record, list[Tensor]]:
+        """Write all gradients, or zeros into all of them if NaN or inf was met.
+
+        Args:
+            counts: int64 of three elements, on the device: failed factorisations and edited gradients are added to.
+
+        Returns:
+            the parameters that got a new gradient, by record.
+        """
+        for write, prepared in self._prepared:
+            write(prepared, counts)
+        written = {record: trained(record) for record in self.sides}
+        grads = [parameter.grad for parameters in written.values() for parameter in parameters]
+        torch.autograd.graph.increment_version([grad for grad in grads if grad is not None])
+        return written
+
+
+def fused_step_for(records: list[Record], *, may_wait: bool) -> FusedStep | None:
+    """A step on the device of the records, if there are kernels for it and all records are on it."""
+    devices = {record.weight.device for record in records}
+    if may_wait or len(devices) != 1:
+        return None
+    (device,) = devices
+    return FusedStep(device) if kernels.run_on(device) else None
+
+
+def _grads_of_one_layer(record: Record) -> tuple[Tensor, Tensor | None] | None:
+    """The gradients of a weight and its only bias, if that is all there is and they lie in memory as kernels expect."""
+    weight_grad = record.weight.grad
+    if not record.verified or not record.features or weight_grad is None or len(record.biases) > 1:
+        return None
+    bias_grad = record.biases[0].grad if record.biases else None
+    if record.biases and bias_grad is None:
+        return None
+    if weight_grad.dtype != torch.float32 or (bias_grad is not None and bias_grad.dtype != torch.float32):
+        return None
+    if isinstance(record.layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and record.layer.groups > 1:
+        return None
+    dense = weight_grad.is_contiguous() or (
+        weight_grad.ndim == 4 and weight_grad.is_contiguous(memory_format=torch.channels_last)
+    )
+    if not dense or (bias_grad is not None and not bias_grad.is_contiguous()):
+        return None
+    return weight_grad, bias_grad
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The tensor as a matrix whose columns lie side by side in memory."""
+    matrix = tensor.reshape(-1, tensor.shape[-1])
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
