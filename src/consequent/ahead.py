@@ -15,7 +15,7 @@ from torch import Tensor
 from consequent import kernels
 from consequent.settings import Damping
 
-STREAMS = 4  # factorisations that run side by side
+STREAMS = 16  # factorisations that run side by side
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node
 
 
 def backward_pass_id() -> int:
@@ -27,9 +27,19 @@ def will_accumulate(leaf: Tensor) -> bool:
     False in ``torch.autograd.grad``, which may run through a layer and leave its ``.grad`` alone.
     """
     try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
+        return bool(torch._C._will_engine_execute_node(_accumulator(leaf)))
     except RuntimeError:  # torch.autograd.grad asks for this very leaf: it is returned, not accumulated
         return False
+
+
+def _accumulator(leaf: Tensor) -> Node:
+    """The node that adds to ``leaf.grad``: ``torch.autograd.graph.get_gradient_edge(leaf).node`` in half the time."""
+    with torch.enable_grad():
+        view = leaf.expand_as(leaf)
+    assert view.grad_fn is not None
+    accumulator = view.grad_fn.next_functions[0][0]
+    assert accumulator is not None
+    return accumulator
 
 
 def after_backward(callback: Callable[[], None]) -> None:
@@ -52,20 +62,6 @@ def transforms_are_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
-class _Keep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, token):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(tensor)
-        return token.detach()
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return None, None
-
-
-_TOKEN = torch.zeros((), requires_grad=True)  # any leaf: it makes autograd save the tensor
-
-
 class Kept:
     """A tensor put by for the backward pass, as autograd puts its own by.
 
@@ -75,10 +71,10 @@ class Kept:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._anchor = _Keep.apply(tensor.detach(), _TOKEN)  # type: ignore[no-untyped-call]  # owns the saved tensor
+        self._saved = torch._C._autograd._make_saved_tensor(tensor.detach(), False)
 
     def get(self) -> Tensor:
         """The tensor; once per backward pass."""
-        (tensor,) = self._anchor.grad_fn.saved_tensors
+        tensor = self._saved.unpack()
         assert isinstance(tensor, Tensor)
         return tensor
