@@ -62,6 +62,20 @@ def transforms_are_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, token):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(tensor)
+        return token.detach()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return None, None
+
+
+_TOKEN = torch.zeros((), requires_grad=True)  # any leaf: it makes autograd save the tensor
+
+
 class Kept:
     """A tensor put by for the backward pass, as autograd puts its own by.
 
@@ -71,10 +85,10 @@ class Kept:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._saved = torch._C._autograd._make_saved_tensor(tensor.detach(), False)
+        self._anchor = _Keep.apply(tensor.detach(), _TOKEN)  # type: ignore[no-untyped-call]  # owns the saved tensor
 
     def get(self) -> Tensor:
         """The tensor; once per backward pass."""
-        tensor = self._saved.unpack()
+        (tensor,) = self._anchor.grad_fn.saved_tensors
         assert isinstance(tensor, Tensor)
         return tensor

@@ -21,9 +21,10 @@ class Command(Protocol):
 
 def commands() -> dict[str, Callable[..., Command]]:
     """Returns the commands by name."""
+    from consequent_lab.bench import Bench
     from consequent_lab.demo import Demo
 
-    return {"demo": Demo}
+    return {"demo": Demo, "bench": Bench}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,269 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The feature side of all layers of a step, in two launches and a table.
+
+``G (S + λI)⁻¹ = (G Wᵀ) W`` with ``W = L⁻¹`` and ``S + λI = L Lᵀ``: the second moment of every layer was factorised when
+its inputs were known, and what is left are two products with a lower triangular matrix. Products with one triangular
+factor are as accurate as triangular solves, and all of their tiles can run at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from consequent.kernels.table import (
+    device_guard,
+    device_table,
+    float_pair,
+    floats_at,
+    high_int,
+    int_pair,
+    low_float,
+    low_int,
+)
+
+__all__ = ["FeatureLayer", "PreparedFeatures", "prepare_features", "write_features"]
+
+PRECISION = "tf32x3"  # of matrix products: about that of float32; "ieee" is float32 itself, without tensor cores
+
+_FIELDS = tl.constexpr(9)  # entries of the table per layer
+_MOST_PROGRAMS = 1024  # per layer; each then takes several tiles
+_SMALL, _LARGE = (32, 32, 32), (64, 64, 32)  # tiles: outputs, features, and features summed over at once
+_STAGES = 4  # of loads under way
+_LARGE_FROM = 1 << 20  # entries of a gradient, from which on there are tiles enough to fill a GPU with large ones
+
+
+class FeatureLayer(NamedTuple):
+    """One layer with its factorised second moment; float32, ``weight_grad`` and ``bias_grad`` are replaced."""
+
+    weight_grad: Tensor  # G: [O, D] or [O, C, *taps], contiguous or channels last
+    bias_grad: Tensor | None  # [O], contiguous; the last column of G
+    inverse_factor: Tensor  # W: [D, D], or [D + 1, D + 1] with a bias; contiguous, read up to its diagonal
+    status: Tensor  # float32 [4]: trace of S, λ, whether there is a factor, unused
+    scale: float  # s, what the loss was divided by
+
+
+@dataclass
+class PreparedFeatures:
+    """What :func:`write_features` needs; keeps alive what the table points to."""
+
+    layers: Sequence[FeatureLayer]
+    table: Tensor
+    scratch: Tensor
+    bad: Tensor
+    tile: tuple[int, int, int]
+    programs: int
+
+
+def prepare_features(layers: Sequence[FeatureLayer], bad: Tensor) -> PreparedFeatures:
+    """``Y = G Wᵀ`` for all layers; their gradients are read and not yet written.
+
+    Args:
+        layers: all on one device.
+        bad: int32 of one element; becomes 1 if a layer's gradient, trace or product is not finite.
+    """
+    device = bad.device
+    values, floats = _table_of(layers)
+    shapes = [(layer.weight_grad.shape[0], layer.inverse_factor.shape[0]) for layer in layers]
+    largest = max((outputs * size for outputs, size in shapes), default=0)
+    tile = _LARGE if largest >= _LARGE_FROM else _SMALL
+    tiles = max((-(-outputs // tile[0]) * -(-size // tile[1]) for outputs, size in shapes), default=0)
+    programs = min(tiles, _MOST_PROGRAMS)
+    scratch = torch.empty(floats, device=device)
+    with device_guard(device):
+        table = device_table(values, device, key="features")
+        if layers:
+            _first_product[(len(layers), programs)](table, scratch, bad, *tile, PRECISION, num_stages=_STAGES)
+    return PreparedFeatures(layers, table, scratch, bad, tile, programs)
+
+
+def write_features(prepared: PreparedFeatures, counts: Tensor) -> None:
+    """Write ``s Y W`` into the gradients of all layers, or zeros into all of them if ``bad`` is set by now.
+
+    Args:
+        prepared: by :func:`prepare_features`.
+        counts: int64 of three elements, the first of which is added to: layers without a factor, which get
+            ``s G / (trace + λ)``.
+    """
+    if not prepared.layers:
+        return
+    grid = (len(prepared.layers), prepared.programs)
+    with device_guard(prepared.bad.device):
+        _second_product[grid](
+            prepared.table, prepared.scratch, prepared.bad, counts, *prepared.tile, PRECISION, num_stages=_STAGES
+        )
+
+
+def _table_of(layers: Sequence[FeatureLayer]) -> tuple[list[int], int]:
+    """The table, and how many floats of scratch it counts on."""
+    values: list[int] = []
+    end = 0
+    for layer in layers:
+        grad, bias_grad = layer.weight_grad, layer.bias_grad
+        outputs, size = grad.shape[0], layer.inverse_factor.shape[0]
+        features = size if bias_grad is None else size - 1
+        _check(layer, outputs, features)
+        taps, tap_stride, channel_stride = _steps(grad)
+        values += (
+            grad.data_ptr(),
+            0 if bias_grad is None else bias_grad.data_ptr(),
+            layer.inverse_factor.data_ptr(),
+            layer.status.data_ptr(),
+            end,
+            int_pair(outputs, features),
+            int_pair(taps, tap_stride),
+            int_pair(channel_stride, 0),
+            float_pair(layer.scale, 0.0),
+        )
+        end += outputs * size
+    return values, end
+
+
+def _check(layer: FeatureLayer, outputs: int, features: int) -> None:
+    factor, bias_grad = layer.inverse_factor, layer.bias_grad
+    if factor.shape[0] != factor.shape[1] or not factor.is_contiguous():
+        raise ValueError(f"inverse_factor must be square and contiguous, got {list(factor.shape)}")
+    if outputs * features != layer.weight_grad.numel():
+        raise ValueError(
+            f"an inverse_factor of {list(factor.shape)} does not fit weight_grad {list(layer.weight_grad.shape)} "
+            f"with{'out' if bias_grad is None else ''} a bias"
+        )
+    if bias_grad is not None and (bias_grad.shape != (outputs,) or not bias_grad.is_contiguous()):
+        raise ValueError(f"bias_grad must be contiguous [{outputs}], got {list(bias_grad.shape)}")
+    for tensor in layer[:4]:
+        if tensor is not None and tensor.dtype != torch.float32:
+            raise TypeError(f"the tensors of a layer must be float32, got {tensor.dtype}")
+
+
+def _steps(grad: Tensor) -> tuple[int, int, int]:
+    """How many taps there are per channel, and the steps in memory from tap to tap and from channel to channel.
+
+    Feature ``f`` of output ``o`` is at ``o · features + f // taps · channel step + f % taps · tap step``.
+    """
+    if grad.is_contiguous():
+        return 1, 0, 1
+    if grad.ndim == 4 and grad.is_contiguous(memory_format=torch.channels_last):
+        return grad.shape[2] * grad.shape[3], grad.shape[1], 1
+    raise ValueError(f"weight_grad must be contiguous or channels last, got strides {list(grad.stride())}")
+
+
+@triton.jit
+def _is_finite(values):
+    return tl.abs(values) < float("inf")
+
+
+@triton.jit
+def _places(f, taps, tap_stride, channel_stride):
+    return f // taps * channel_stride + f % taps * tap_stride
+
+
+@triton.jit
+def _first_product(
+    table,
+    scratch,
+    bad,
+    BLOCK_O: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Some tiles of ``Y = G Wᵀ``: ``Y[o, i] = Σ_{j ≤ i} G[o, j] W[i, j]``."""
+    layer, program = tl.program_id(0), tl.program_id(1)
+    entry = table + layer * _FIELDS
+    shape, steps = tl.load(entry + 5), tl.load(entry + 6)
+    outputs, features = low_int(shape), high_int(shape)
+    taps, tap_stride, channel_stride = low_int(steps), high_int(steps), low_int(tl.load(entry + 7))
+    bias_address = tl.load(entry + 1)
+    size = features + (bias_address != 0).to(tl.int32)
+    tiles_down = tl.cdiv(outputs, BLOCK_O)
+    tiles_across = tl.cdiv(size, BLOCK_F)
+    gradient, bias_grad = floats_at(tl.load(entry)), floats_at(bias_address)
+    factor, status = floats_at(tl.load(entry + 2)), floats_at(tl.load(entry + 3))
+    product = scratch + tl.load(entry + 4)
+    for tile in range(program, tiles_down * tiles_across, tl.num_programs(1)):
+        ok = tl.load(status + 2) != 0
+        first = (tiles_across - 1 - tile // tiles_down) * BLOCK_F  # the tiles with most to sum up begin
+        o = tile % tiles_down * BLOCK_O + tl.arange(0, BLOCK_O)
+        i = first + tl.arange(0, BLOCK_F)
+        row = gradient + o[:, None].to(tl.int64) * features
+        factor_row = factor + i[None, :].to(tl.int64) * size
+        Y = tl.zeros((BLOCK_O, BLOCK_F), tl.float32)
+        stop = tl.where(ok, tl.minimum(first + BLOCK_F, features), 0)
+        for start in range(0, stop, BLOCK_K):
+            j = start + tl.arange(0, BLOCK_K)
+            g_mask = (o < outputs)[:, None] & (j < features)[None, :]
+            g = tl.load(row + _places(j, taps, tap_stride, channel_stride)[None, :], g_mask, other=0.0)
+            w_mask = (j[:, None] <= i[None, :]) & (i < size)[None, :] & (j < features)[:, None]
+            w = tl.load(factor_row + j[:, None], w_mask, other=0.0)
+            Y = tl.dot(g, w, Y, input_precision=PRECISION)
+        # The bias is the last feature, and the triangle has it contribute to the last column alone.
+        bias = tl.load(bias_grad + o, o < tl.where(bias_address != 0, outputs, 0), other=0.0)
+        corner = tl.load(factor + i.to(tl.int64) * size + features, (i == features) & (i < size), other=0.0)
+        Y += bias[:, None] * tl.where(ok, corner, 0.0)[None, :]
+        mask = (o < outputs)[:, None] & (i < size)[None, :]
+        tl.store(product + o[:, None].to(tl.int64) * size + i[None, :], Y, mask)
+
+        place = row + _places(i, taps, tap_stride, channel_stride)[None, :]
+        own = tl.load(place, (o < outputs)[:, None] & (i < features)[None, :], other=0.0)
+        finite = _is_finite(own) & _is_finite(Y)  # a bias that is not has left its mark on Y, by 0 · inf = NaN
+        if (tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0) | (_is_finite(tl.load(status)) == 0):
+            tl.store(bad, 1)
+
+
+@triton.jit
+def _second_product(
+    table,
+    scratch,
+    bad,
+    counts,
+    BLOCK_O: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Some tiles of ``s Y W``: ``Σ_{i ≥ j} Y[o, i] W[i, j]``, written in the place of ``G[o, j]``."""
+    layer, program = tl.program_id(0), tl.program_id(1)
+    entry = table + layer * _FIELDS
+    shape, steps = tl.load(entry + 5), tl.load(entry + 6)
+    outputs, features = low_int(shape), high_int(shape)
+    taps, tap_stride, channel_stride = low_int(steps), high_int(steps), low_int(tl.load(entry + 7))
+    bias_address = tl.load(entry + 1)
+    size = features + (bias_address != 0).to(tl.int32)
+    tiles_down = tl.cdiv(outputs, BLOCK_O)
+    tiles_across = tl.cdiv(size, BLOCK_F)
+    gradient, bias_grad = floats_at(tl.load(entry)), floats_at(bias_address)
+    factor, status = floats_at(tl.load(entry + 2)), floats_at(tl.load(entry + 3))
+    product = scratch + tl.load(entry + 4)
+    scale = low_float(tl.load(entry + 8))
+    for tile in range(program, tiles_down * tiles_across, tl.num_programs(1)):
+        ok = tl.load(status + 2) != 0
+        is_bad = tl.load(bad) != 0
+        first = tile // tiles_down * BLOCK_F  # the tiles with most to sum up begin
+        o = tile % tiles_down * BLOCK_O + tl.arange(0, BLOCK_O)
+        j = first + tl.arange(0, BLOCK_F)
+        row = product + o[:, None].to(tl.int64) * size
+        U = tl.zeros((BLOCK_O, BLOCK_F), tl.float32)
+        for start in range(first, tl.where(ok & (is_bad == 0), size, 0), BLOCK_K):
+            i = start + tl.arange(0, BLOCK_K)
+            y = tl.load(row + i[None, :], (o < outputs)[:, None] & (i < size)[None, :], other=0.0)
+            w_mask = (j[None, :] <= i[:, None]) & (i < size)[:, None]
+            w = tl.load(factor + i[:, None].to(tl.int64) * size + j[None, :], w_mask, other=0.0)
+            U = tl.dot(y, w, U, input_precision=PRECISION)
+        U = U * scale
+
+        weight_mask = (o < outputs)[:, None] & (j < features)[None, :]
+        bias_mask = (o < outputs)[:, None] & ((j == features) & (j < size))[None, :]
+        place = gradient + o[:, None].to(tl.int64) * features
+        place += _places(j, taps, tap_stride, channel_stride)[None, :]
+        bias_place = bias_grad + o[:, None] + (j * 0)[None, :]
+        if (ok == 0) & (is_bad == 0):
+            G = tl.load(place, weight_mask, other=0.0) + tl.load(bias_place, bias_mask, other=0.0)
+            U = G * (scale / (tl.load(status) + tl.load(status + 1)))
+            if tile == 0:
+                tl.atomic_add(counts, 1)
+        tl.store(place, U, weight_mask)
+        tl.store(bias_place, U, bias_mask)

@@ -1,0 +1,177 @@
+"""`consequent bench`: what the correction costs, how that grows, and what rounding does to it."""
+
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import tyro
+
+if TYPE_CHECKING:  # The command line reads this file for its options; torch is imported when needed.
+    from rich.console import Console
+
+    from consequent_lab.timing import Plan
+
+T = TypeVar("T")
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure the cost of a consequentialist step beside the plain one.
+
+    speed: training steps of real networks against the targets. scaling: how the cost grows with batch, width, channels,
+    image and depth. precision: the error of the update when Gram matrices are computed in float32, TF32 or bfloat16.
+    """
+
+    study: tyro.conf.Positional[Literal["speed", "scaling", "precision"]] = "speed"
+    """What to measure."""
+    device: Device = "auto"
+    """Where; auto takes a GPU if there is one."""
+    output: Path | None = None
+    """The JSON file (default: bench.json, bench-scaling.json, bench-precision.json); pictures go beside it."""
+    only: tuple[str, ...] = ()
+    """Names of the measurements to take, as in the JSON file (default: all)."""
+    repeats: int | None = None
+    """Samples of every contestant (default: 50 on a GPU, 15 on a CPU, fewer where time runs out)."""
+    iterations: int | None = None
+    """precision: training steps (default: 1000 on a GPU, 50 on a CPU)."""
+    data: Path | None = None
+    """precision: folder with the binary batches of CIFAR-10 (default: scikit-learn's digits)."""
+    quick: bool = False
+    """Tiny networks that only show that everything works; on the CPU unless a device is named."""
+
+    def __post_init__(self) -> None:
+        for name in ("repeats", "iterations"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name} must be at least 1, got {value}")
+        if self.output is not None and self.output.suffix != ".json":
+            raise ValueError(f"--output must end in .json, got {self.output}")
+
+    def run(self) -> None:
+        """Measures, shows the result and writes it."""
+        from consequent_lab.bench_display import console
+
+        start = time.perf_counter()
+        path = self.output or Path("bench.json" if self.study == "speed" else f"bench-{self.study}.json")
+        path.parent.mkdir(parents=True, exist_ok=True)  # Better fail now than after the measurement.
+        device = _choose(self.device, quick=self.quick)
+        screen = console()
+        screen.print(f"{self.study.capitalize()} on {_name(device)}{', quick' if self.quick else ''}")
+        study = {"speed": self._speed, "scaling": self._scaling, "precision": self._precision}[self.study]
+        study(screen, path, device)
+        screen.print(f"Time: {time.perf_counter() - start:.0f} s")
+
+    def _speed(self, screen: "Console", path: Path, device: str) -> None:
+        from consequent_lab.bench_display import failures, speed_table
+        from consequent_lab.records import write_json
+        from consequent_lab.rounding import tf32
+        from consequent_lab.speed import play
+        from consequent_lab.targets import FULL, QUICK, matches
+
+        chosen = self._chosen({match.name: match for match in matches(device, QUICK if self.quick else FULL)})
+        record = self._record(device)
+        played = []
+        for match in chosen:
+            start = time.perf_counter()
+            with tf32(allowed=True):
+                played.append(play(match, device, self._plan(device)))
+            rows = [row for one in played for row in one.rows()]
+            record["rows"] = [row.record(judge=not self.quick) for row in rows]
+            record["measurements"] = [one.record() for one in played]
+            write_json(path, record)  # after every match: an interrupted bench is not lost
+            screen.print(f"{match.name}: {match.task.title}, {match.mode}: {time.perf_counter() - start:.0f} s")
+        screen.print(speed_table(rows, judge=not self.quick))
+        for sentence in failures(played):
+            screen.print(sentence, markup=False)
+        screen.print(f"Numbers: {path}")
+
+    def _scaling(self, screen: "Console", path: Path, device: str) -> None:
+        from consequent_lab.bench_display import scaling_table
+        from consequent_lab.records import write_json
+        from consequent_lab.rounding import tf32
+        from consequent_lab.scaling import limits, run_sweep, sweeps
+        from consequent_lab.scaling_figure import draw_scaling
+
+        chosen = self._chosen({sweep.name: sweep for sweep in sweeps(device, quick=self.quick)})
+        limit = limits(device, quick=self.quick, repeats=self.repeats)
+        record = self._record(device)
+        curves = []
+        for sweep in chosen:
+            with tf32(allowed=True):
+                curves.append(run_sweep(sweep, device, limit))
+            record["curves"] = [curve.record() for curve in curves]
+            write_json(path, record)
+            screen.print(f"{sweep.name}: {sweep.axis} {curves[-1].sizes}; {curves[-1].stopped}", markup=False)
+        picture = path.with_suffix(".png")
+        draw_scaling(picture, [curve for curve in curves if curve.points], _name(device))
+        screen.print(scaling_table(curves))
+        screen.print(f"Picture: {picture}   Numbers: {path}")
+
+    def _precision(self, screen: "Console", path: Path, device: str) -> None:
+        from consequent_lab.bench_display import precision_table
+        from consequent_lab.images import load_images
+        from consequent_lab.precision import moments, setups
+        from consequent_lab.records import write_json
+
+        images = load_images(self.data)
+        iterations = self.iterations or (20 if self.quick else 1000 if device == "cuda" else 50)
+        chosen = self._chosen({setup.name: setup for setup in setups(quick=self.quick)})
+        record = self._record(device) | {"data": images.name, "iterations": iterations}
+        found = []
+        for setup in chosen:
+            for moment in moments(setup, images, device, iterations):
+                found.append(moment)
+                record["moments"] = [moment.record() for moment in found]
+                write_json(path, record)
+                screen.print(f"{setup.name}: iteration {moment.iteration}, loss {moment.loss:.3g}")
+        screen.print(precision_table(found))
+        screen.print(f"Data: {images.name}   Numbers: {path}")
+
+    def _plan(self, device: str) -> "Plan":
+        from consequent_lab.timing import Plan
+
+        if self.quick:
+            return Plan(self.repeats or 5, seconds=1, sample_seconds=0.005)
+        rounds = self.repeats or (50 if device == "cuda" else 15)
+        return Plan(rounds, seconds=12 if device == "cuda" else 40)
+
+    def _chosen(self, measurements: "dict[str, T]") -> "list[T]":
+        """Returns the measurements that --only names."""
+        unknown = [name for name in self.only if name not in measurements]
+        if unknown:
+            raise ValueError(f"--only {' '.join(unknown)} is unknown here; there are {', '.join(measurements)}")
+        return [measurement for name, measurement in measurements.items() if not self.only or name in self.only]
+
+    def _record(self, device: str) -> dict[str, Any]:
+        """Returns what every JSON file begins with."""
+        import torch
+
+        from consequent_lab.records import provenance
+
+        record = provenance(workers=1)
+        triton = version("triton") if find_spec("triton") else None
+        record["versions"] |= {"triton": triton, "cuda": torch.version.cuda}
+        record["device"] = {"type": device, "name": _name(device), "threads": torch.get_num_threads()}
+        return {"study": self.study, "quick": self.quick, **record}
+
+
+def _choose(device: Device, *, quick: bool) -> str:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch finds no CUDA device here")
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() and not quick else "cpu"
+
+
+def _name(device: str) -> str:
+    import torch
+
+    from consequent_lab.records import cores
+
+    return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {cores()} cores"

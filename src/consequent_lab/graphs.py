@@ -1,0 +1,93 @@
+"""A whole training step as one CUDA graph: the host hands over one launch instead of hundreds.
+
+The recipe is PyTorch's own: a few steps on a side stream, so that everything made at first use exists; then zero_grad,
+forward, backward and step are captured once and replayed. What is captured is fixed: shapes, learning rates given as
+numbers, and the addresses of the input buffers, into which every new batch is copied.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+# PyTorch asks for at least 3 eager steps; the correction looks at its layers in the first ones.
+WARM_UP_STEPS = 5
+
+
+class GraphedStep:
+    """A training step that is replayed: call it with a batch, get the loss.
+
+    Making it trains for `warm_up` steps on the batch given here.
+
+    Args:
+        model: on a CUDA device.
+        optimizer: over the model's parameters, with a correction attached or not; `capturable=True` where it has that
+            option and a step count (Adam, AdamW, RMSprop, …).
+        compute_loss: called with the model and the tensors of a batch.
+        batch: the tensors of the first batch; all later ones have their shapes.
+        warm_up: eager steps before the capture.
+
+    Raises:
+        ValueError: if a tensor is not on a CUDA device, or a step-counting optimiser is not capturable.
+        RuntimeError: from the capture, if something in the step needs the host.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        compute_loss: Callable[..., Tensor],
+        batch: tuple[Tensor, ...],
+        warm_up: int = WARM_UP_STEPS,
+    ) -> None:
+        _check(model, optimizer, batch)
+        self._buffers = tuple(tensor.clone() for tensor in batch)  # keeps the memory format
+
+        def step() -> Tensor:
+            optimizer.zero_grad(set_to_none=True)  # the gradients then live in the graph's own memory
+            loss = compute_loss(model, *self._buffers)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        self._step = step  # holds the model and the optimiser, whose memory the graph writes to
+        before = torch.cuda.current_stream()
+        aside = torch.cuda.Stream()
+        aside.wait_stream(before)
+        with torch.cuda.stream(aside):
+            for _ in range(warm_up):
+                step()
+        before.wait_stream(aside)
+        self._graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(self._graph):
+                self._loss = step()
+        finally:
+            torch.cuda.set_stream(before)  # a capture that fails leaves its own stream behind
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        """Trains on a batch, or again on the last one; the loss is overwritten by the next call."""
+        if batch and len(batch) != len(self._buffers):
+            raise ValueError(f"the step was captured with {len(self._buffers)} tensors per batch, got {len(batch)}")
+        for buffer, tensor in zip(self._buffers, batch, strict=False):
+            if buffer.shape != tensor.shape:
+                raise ValueError(
+                    f"the step was captured for a batch of shape {list(buffer.shape)}, got {list(tensor.shape)}; "
+                    "drop the last incomplete batch (drop_last=True)"
+                )
+            buffer.copy_(tensor, non_blocking=True)
+        self._graph.replay()
+        return self._loss
+
+
+def _check(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, ...]) -> None:
+    tensors = {"the model": next(model.parameters()), **{f"batch[{place}]": t for place, t in enumerate(batch)}}
+    for name, tensor in tensors.items():
+        if not tensor.is_cuda:
+            raise ValueError(
+                f"a CUDA graph needs everything on a CUDA device, but {name} is on {tensor.device}; move it with "
+                '.to("cuda"), or take eager steps'
+            )
+    if not all(group.get("capturable", True) for group in optimizer.param_groups):
+        raise ValueError(f"{type(optimizer).__name__} counts its steps on the host; make it with capturable=True")

@@ -1,0 +1,126 @@
+"""What is timed: training steps, made of a task (data, loss, number formats) and an entrant (model, optimiser)."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+
+import consequent
+from consequent import Consequentialism
+from consequent_lab.graphs import GraphedStep
+
+Correct = Callable[[Optimizer, nn.Module], Consequentialism]
+
+LEARNING_RATE = 1e-4  # so small that even thousands of steps on one batch stay finite
+
+
+@dataclass(frozen=True)
+class Task:
+    """A batch of random numbers with random classes, and how the model sees it."""
+
+    title: str
+    shape: tuple[int, ...]  # of the inputs, the batch first
+    classes: int = 10
+    tokens: bool = False  # the inputs are tokens, and every one has a class
+    channels_last: bool = False
+    autocast: bool = False  # to bfloat16
+
+    def batch(self, device: str) -> tuple[Tensor, Tensor]:
+        """Returns inputs and classes, always the same; made by the default device's random numbers."""
+        torch.manual_seed(1)
+        targets = torch.randint(0, self.classes, self.shape if self.tokens else self.shape[:1]).to(device)
+        if self.tokens:
+            return torch.randint(0, self.classes, self.shape).to(device), targets
+        inputs = (torch.rand(self.shape) - 0.5).to(device)
+        return (inputs.to(memory_format=torch.channels_last) if self.channels_last else inputs), targets
+
+    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns the mean cross-entropy."""
+        with torch.autocast(inputs.device.type, torch.bfloat16) if self.autocast else nullcontext():
+            return cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A model and its optimiser, plain or, with a correction, consequentialist."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[nn.Module, bool], Optimizer]  # the second argument: capturable in a CUDA graph
+    correct: Correct | None = None
+
+
+class TrainingStep:
+    """A step of an entrant on a task, to be called again and again.
+
+    Args:
+        task: what is learnt.
+        entrant: what learns.
+        device: "cpu" or "cuda".
+        graph: replay the step as a CUDA graph.
+    """
+
+    def __init__(self, task: Task, entrant: Entrant, device: str, *, graph: bool = False) -> None:
+        self._task = task
+        self._batch = task.batch(device)
+        torch.manual_seed(0)
+        self._model = entrant.model().to(device)
+        if task.channels_last:
+            self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._optimizer = entrant.optimizer(self._model, graph)
+        self._correction = None if entrant.correct is None else entrant.correct(self._optimizer, self._model)
+        self._graphed = GraphedStep(self._model, self._optimizer, task.loss, self._batch) if graph else None
+
+    def __call__(self) -> Tensor:
+        """Takes the step and returns the loss."""
+        if self._graphed is not None:
+            return self._graphed()
+        self._optimizer.zero_grad()
+        loss = self._task.loss(self._model, *self._batch)
+        loss.backward()
+        self._optimizer.step()
+        return loss.detach()
+
+    def counters(self) -> dict[str, int]:
+        """Returns what the correction counted so far; nothing of a plain entrant, nor of a graph, which replays."""
+        if self._correction is None or self._graphed is not None:
+            return {}
+        return asdict(self._correction.counters)
+
+
+def sgd(model: nn.Module, capturable: bool) -> Optimizer:
+    """Returns gradient descent without momentum; it can always be captured."""
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+
+def nesterov(model: nn.Module, capturable: bool) -> Optimizer:
+    """Returns gradient descent with Nesterov's momentum; it can always be captured."""
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.95, nesterov=True)
+
+
+def adamw(model: nn.Module, capturable: bool) -> Optimizer:
+    """Returns AdamW."""
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, capturable=capturable)
+
+
+def damped(damping: float) -> Correct:
+    """Returns the correction of all layers with this λ."""
+    return lambda optimizer, model: consequent.attach(optimizer, model, damping=damping)
+
+
+def damped_language_model(damping: float, tokens: int) -> Correct:
+    """Returns the correction of a language model whose loss is a mean over this many tokens per sequence.
+
+    The head stays plain: it shares its weight with the embedding, whose gradient no matrix product explains.
+    """
+
+    def correct(optimizer: Optimizer, model: nn.Module) -> Consequentialism:
+        return consequent.attach(
+            optimizer, model, damping=damping, loss_reduction=lambda sequences: sequences * tokens, exclude="head"
+        )
+
+    return correct

@@ -1,0 +1,494 @@
+"""`consequent bench`: what it measures, how it sums up, and what it does when a measurement fails."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import consequent
+from consequent_lab import cli, operations, precision, scaling, speed, targets, timing
+from consequent_lab.graphs import GraphedStep
+from consequent_lab.images import ROW, cifar10, upsampled_digits
+from consequent_lab.models import mlp, residual_net
+from consequent_lab.rounding import to_bfloat16, to_tf32
+from consequent_lab.timing import Plan, Quartiles
+from consequent_lab.workloads import Entrant, Task, TrainingStep, adamw, damped, nesterov, sgd
+
+FAST = Plan(rounds=5, seconds=1, sample_seconds=0.0, warm_up=1)
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def bench(folder, *arguments):
+    """Runs the command as a user would; returns what it printed and recorded."""
+    path = folder / "out" / "numbers.json"
+    command = [sys.executable, "-m", "consequent_lab.cli", "bench", *arguments, "--output", str(path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return run, json.loads(path.read_text())
+
+
+# ---- speed ------------------------------------------------------------------------------------------------------
+
+
+def test_quick_bench_runs_and_records_everything(tmp_path):
+    run, record = bench(tmp_path, "--quick")
+    assert run.stderr == ""
+    assert "\x1b" not in run.stdout, "no terminal, no control codes"
+    assert record["study"] == "speed"
+    assert record["quick"] is True
+    assert record["device"]["type"] == "cpu"
+    assert record["versions"]["torch"] == torch.__version__
+    assert {"python", "consequent", "torch", "triton", "cuda"} == set(record["versions"])
+    assert "bench --quick" in record["command"]
+    assert [row["name"] for row in record["rows"]] == ["mlp", "resnet20"]
+    assert [row["target"] for row in record["rows"]] == [1.25, 2.0]
+    for row in record["rows"]:
+        assert (row["mode"], row["quantity"], row["unit"], row["error"]) == ("eager", "time", "ms", None)
+        assert row["met"] is None, "a quick bench judges nothing"
+        ratio = row["ratio"]
+        assert 0 < ratio["low"] <= ratio["lower_quartile"] <= ratio["median"] <= ratio["upper_quartile"]
+        assert ratio["upper_quartile"] <= ratio["high"]
+        assert f"{row['ratio']['median']:.2f}" in run.stdout
+        assert row["task"] in run.stdout
+    for measurement in record["measurements"]:
+        assert measurement["rounds"] == 5
+        assert measurement["steps_per_sample"] >= 1
+        assert [entrant["name"] for entrant in measurement["entrants"]] == ["SGD", "C-SGD"]
+        for entrant in measurement["entrants"]:
+            assert entrant["milliseconds"]["median"] > 0
+            assert entrant["error"] is None
+        assert measurement["entrants"][1]["counters"]["steps"] > 5
+        assert measurement["entrants"][1]["counters"]["fallen_back"] == 0
+
+
+def test_targets_are_those_that_were_set():
+    def row(device, name, ours, baseline, quantity="time"):
+        match = next(match for match in targets.matches(device) if match.name == name)
+        assert {ours, baseline} <= {entrant.name for entrant in match.entrants}
+        wanted = (ours, baseline, quantity)
+        return next(c.target for c in match.comparisons if (c.ours, c.baseline, c.quantity) == wanted)
+
+    assert row("cuda", "resnet20-graph", "C-Nesterov", "Nesterov + BN") == 1.0
+    assert row("cuda", "resnet20-graph", "C-Nesterov", "Nesterov") == 1.25
+    assert row("cuda", "resnet20", "C-Nesterov", "Nesterov + BN") == 1.2
+    assert row("cuda", "resnet20", "C-Nesterov", "Nesterov", "memory") == 1.2
+    assert row("cuda", "mlp-graph", "C-SGD", "SGD") == 1.15
+    assert row("cuda", "mlp", "C-SGD", "SGD") is None
+    assert row("cuda", "resnet50", "C-Nesterov", "Nesterov") == 1.5
+    assert row("cuda", "gpt2", "C-AdamW", "AdamW") == 1.5
+    assert row("cpu", "mlp", "C-SGD", "SGD") == 1.25
+    assert row("cpu", "resnet20", "C-SGD", "SGD") == 2.0
+
+
+@pytest.mark.parametrize("match", targets.matches("cuda", targets.QUICK), ids=lambda match: match.name)
+def test_every_entrant_of_the_gpu_table_trains(match):
+    task = replace(match.task, autocast=False)  # bfloat16 is slow, and on some processors unknown
+    for entrant in match.entrants:
+        step = TrainingStep(task, entrant, "cpu")
+        first = step()
+        assert first.isfinite()
+        assert not torch.equal(first, step()), "the second step sees other weights"
+        corrected = step.counters()
+        assert (corrected.get("steps", 0) == 2) == entrant.name.startswith("C-")
+
+
+def test_an_entrant_that_fails_is_reported_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
+    def broken():
+        raise MemoryError("no room for this model\nand more")
+
+    model = lambda: mlp(8, [4], 10)  # noqa: E731
+    entrants = Entrant("SGD", model, sgd), Entrant("C-SGD", model, sgd, damped(0.1)), Entrant("broken", broken, sgd)
+    comparisons = targets.Comparison("C-SGD", "SGD", 1e9), targets.Comparison("broken", "SGD", 1.0)
+    task = Task("tiny", (4, 8))
+    table = (
+        targets.Match("graph", task, entrants[:2], comparisons[:1], graph=True),
+        targets.Match("eager", task, entrants, comparisons),
+    )
+    monkeypatch.setattr(targets, "matches", lambda device, sizes: table)
+    path = tmp_path / "bench.json"
+    assert cli.main(["bench", "--device", "cpu", "--repeats", "5", "--output", str(path)]) == 0
+    graph, good, bad = json.loads(path.read_text())["rows"]
+    assert "SGD: ValueError: a CUDA graph needs everything on a CUDA device" in graph["error"]
+    assert graph["met"] is None
+    assert graph["ratio"] is None
+    assert good["error"] is None
+    assert good["met"] is True
+    assert bad["error"] == "broken: MemoryError: no room for this model"
+    assert bad["met"] is None
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "tiny, eager: broken failed: MemoryError: no room for this model" in printed
+    assert " met" in printed
+    assert " failed" in printed
+
+
+def test_a_loss_that_is_not_finite_is_no_measurement():
+    class Diverging(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs) * math.nan
+
+    match = targets.Match(
+        "diverging",
+        Task("tiny", (4, 8)),
+        (Entrant("SGD", lambda: Diverging(8, 10), sgd), Entrant("other", lambda: nn.Linear(8, 10), sgd)),
+        (targets.Comparison("SGD", "other", 1.0),),
+    )
+    (row,) = speed.play(match, "cpu", FAST).rows()
+    assert "loss is not finite" in row.error
+    assert row.met is None
+
+
+def test_a_ratio_above_its_target_is_missed():
+    match = targets.Match("m", Task("t", (1, 1)), (), (targets.Comparison("a", "b", 1.5),))
+    timings = timing.Timings({"a": [2.0, 4.0, 6.0], "b": [1.0, 2.0, 2.0]})
+    (row,) = speed.Played(match, "cpu", timings).rows()
+    assert (row.ours, row.baseline, row.ratio.median) == (4.0, 2.0, 2.0)
+    assert row.met is False
+    assert row.record(judge=True)["met"] is False
+
+
+# ---- timing -----------------------------------------------------------------------------------------------------
+
+
+def test_contestants_take_turns_and_neither_always_goes_first():
+    calls = []
+    steps = {name: (lambda name=name: calls.append(name)) for name in "ab"}
+    timings = timing.measure(steps, "cpu", FAST)
+    assert timings.steps_per_sample == 1
+    assert {name: len(times) for name, times in timings.milliseconds.items()} == {"a": 5, "b": 5}
+    rounds = ["".join(calls[place : place + 2]) for place in range(2, len(calls), 2)]
+    assert set(rounds) == {"ab", "ba"}
+    assert len(rounds) == timing.UNCOUNTED_ROUNDS + 5
+
+
+def test_times_and_ratios_are_of_one_step():
+    steps = {"slow": lambda: time.sleep(0.004), "fast": lambda: time.sleep(0.001)}
+    timings = timing.measure(steps, "cpu", Plan(rounds=7, seconds=5, sample_seconds=0.005, warm_up=2))
+    assert 2 <= timings.steps_per_sample <= 5
+    assert timing.Quartiles.of(timings.milliseconds["slow"]).low >= 4
+    assert 1.5 < timings.ratio("slow", "fast").median < 4.5
+    assert 1 < timings.difference("slow", "fast").median < 10
+
+
+def test_a_contestant_that_breaks_down_later_drops_out():
+    calls = iter(range(100))
+
+    def breaks():
+        if next(calls) == 5:
+            raise RuntimeError("worn out")
+
+    timings = timing.measure({"breaks": breaks, "lasts": lambda: None}, "cpu", FAST)
+    assert timings.errors == {"breaks": "RuntimeError: worn out"}
+    assert list(timings.milliseconds) == ["lasts"]
+    assert len(timings.milliseconds["lasts"]) == 5
+
+
+def test_time_runs_out_after_a_few_rounds():
+    plan = replace(FAST, rounds=1000, seconds=0.0)
+    assert len(timing.measure({"a": lambda: None}, "cpu", plan).milliseconds["a"]) == timing.FEWEST_ROUNDS
+
+
+# ---- CUDA graphs ------------------------------------------------------------------------------------------------
+
+
+def loss_of(model, inputs, labels):
+    return nn.functional.cross_entropy(model(inputs), labels)
+
+
+def test_a_graph_refuses_what_is_not_on_a_gpu():
+    model = nn.Linear(3, 2)
+    batch = torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
+    with pytest.raises(ValueError, match=r'the model is on cpu; move it with \.to\("cuda"\), or take eager steps'):
+        GraphedStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, batch)
+
+
+def graphed_training(make_optimizer, steps=4):
+    """Trains the same model on the same batches eagerly and as a graph; returns both weights."""
+    torch.manual_seed(0)
+    weights = []
+    batches = [(torch.rand(8, 12, device="cuda"), torch.randint(0, 10, (8,), device="cuda")) for _ in range(steps)]
+    start = mlp(12, [16, 16], 10).state_dict()
+    for graph in (False, True):
+        model = mlp(12, [16, 16], 10).cuda()
+        model.load_state_dict(start)
+        optimizer = make_optimizer(model)
+        if graph:
+            step = GraphedStep(model, optimizer, loss_of, batches[0], warm_up=5)
+        for _ in range(0 if graph else 5):
+            optimizer.zero_grad()
+            loss_of(model, *batches[0]).backward()
+            optimizer.step()
+        for batch in batches:
+            if graph:
+                assert step(*batch).isfinite()
+                continue
+            optimizer.zero_grad()
+            loss_of(model, *batch).backward()
+            optimizer.step()
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    return weights
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda model: nesterov(model, True),
+        lambda model: adamw(model, True),
+        lambda model: consequent.CSGD(model, lr=0.05, momentum=0.9, damping=0.1),
+    ],
+    ids=["Nesterov", "AdamW", "C-Momentum"],
+)
+def test_a_replayed_step_equals_the_eager_one(make_optimizer):
+    eager, replayed = graphed_training(make_optimizer)
+    assert (eager - replayed).norm() <= 1e-4 * eager.norm()
+
+
+@gpu
+@pytest.mark.gpu
+def test_a_graph_refuses_another_batch_size_and_a_step_count_on_the_host():
+    model = nn.Linear(3, 2).cuda()
+    batch = torch.zeros(4, 3, device="cuda"), torch.zeros(4, dtype=torch.long, device="cuda")
+    with pytest.raises(ValueError, match="capturable=True"):
+        GraphedStep(model, torch.optim.Adam(model.parameters()), loss_of, batch)
+    step = GraphedStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, batch)
+    with pytest.raises(ValueError, match=r"captured for a batch of shape \[4, 3\], got \[2, 3\]; drop"):
+        step(batch[0][:2], batch[1][:2])
+
+
+@gpu
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_the_stream_as_it_was():
+    model = nn.Linear(3, 2).cuda()
+    batch = torch.zeros(4, 3, device="cuda"), torch.zeros(4, dtype=torch.long, device="cuda")
+    before = torch.cuda.current_stream()
+
+    def waits(model, inputs, labels):
+        loss = loss_of(model, inputs, labels)
+        return loss * float(loss)
+
+    with pytest.raises(RuntimeError):
+        GraphedStep(model, torch.optim.SGD(model.parameters(), lr=0.1), waits, batch)
+    assert torch.cuda.current_stream() == before
+    torch.cuda.synchronize()
+    assert float(loss_of(model, *batch)) > 0
+
+
+@gpu
+@pytest.mark.gpu
+def test_peak_memory_counts_model_and_activations():
+    task = Task("", (1024, 1024))
+    entrant = Entrant("SGD", lambda: mlp(1024, [1024], 10), sgd)
+    peak = timing.peak_memory(lambda: TrainingStep(task, entrant, "cuda"))
+    assert 16 <= peak.later <= 200  # MiB: weight, gradient, inputs and activations of 4 MiB each, and workspaces
+
+
+# ---- scaling ----------------------------------------------------------------------------------------------------
+
+
+def test_exponents_are_found_in_the_upper_half():
+    sizes = [2**k for k in range(9)]
+    values = [100 + 3 * size**2.5 for size in sizes]
+    assert scaling.fit_exponent(sizes, [3 * size**2.5 for size in sizes]) == pytest.approx(2.5)
+    assert 2.2 < scaling.fit_exponent(sizes, values) < 2.5
+    assert scaling.fit_exponent(sizes, values) > scaling.fit_exponent(sizes[:5], values[:5])
+    assert scaling.fit_exponent([1, 2, 4, 8], [1.0, 1.0, -1.0, 0.5]) != scaling.fit_exponent([1, 2], [1.0, 1.0])
+    assert math.isnan(scaling.fit_exponent([1, 2, 4, 8], [1.0, 1.0, -1.0, 0.5])), "one point has no slope"
+
+
+def counted(task, model):
+    with torch.device("meta"):
+        return operations.correction_operations(task, model())
+
+
+def test_operations_are_counted_from_shapes():
+    dense = counted(Task("", (4, 8)), lambda: nn.Sequential(nn.Linear(8, 6)))
+    assert dense == 4**2 * 9 + 4**3 / 6 + 4**2 * 6 + 4 * 6 * 9
+    convolution = counted(Task("", (4, 3, 8, 8)), lambda: nn.Sequential(nn.Conv2d(3, 5, 3, 2, 1, bias=False)))
+    assert convolution == 4 * 16 * 27**2 + 27**3 / 6 + 27**2 * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mlp-batch", 1),
+        ("mlp-width", 2),
+        ("conv-batch", 1),
+        ("conv-channels", 2),
+        ("conv-side", 2),
+        ("conv-depth", 1),
+    ],
+)
+def test_predicted_exponents_at_the_largest_sizes(name, expected):
+    sweep = next(sweep for sweep in scaling.sweeps("cuda") if sweep.name == name)
+    counts = [counted(*sweep.setup(size)) for size in sweep.sizes[-3:]]
+    assert scaling.fit_exponent(sweep.sizes[-3:], counts) == pytest.approx(expected, abs=0.25)
+    assert sweep.prediction.startswith(str(expected if name != "conv-channels" else 3))
+
+
+def test_a_sweep_stops_where_a_size_fails():
+    def setup(size):
+        return Task("", (size, 4)), lambda: mlp(4 if size < 8 else -1, [4], 10)
+
+    sweep = scaling.Sweep("s", "t", "a", (2, 4, 8, 16), setup, "")
+    curve = scaling.run_sweep(sweep, "cpu", scaling.Limits(5, 5, 20))
+    assert curve.sizes == [2, 4]
+    assert curve.stopped.startswith("8 failed: RuntimeError")
+
+
+def test_a_sweep_stops_when_time_runs_out():
+    sweep = next(sweep for sweep in scaling.sweeps("cpu", quick=True) if sweep.name == "mlp-width")
+    curve = scaling.run_sweep(sweep, "cpu", scaling.Limits(5, point_seconds=1e-6, sweep_seconds=20))
+    assert curve.sizes == list(sweep.sizes[:2]), "two points are needed to guess the third"
+    assert curve.stopped == f"{sweep.sizes[2]} would take too long"
+
+
+def test_quick_scaling_draws_and_records(tmp_path):
+    run, record = bench(tmp_path, "scaling", "--quick", "--only", "mlp-width", "conv-depth")
+    assert (tmp_path / "out" / "numbers.png").read_bytes().startswith(b"\x89PNG")
+    assert [curve["name"] for curve in record["curves"]] == ["mlp-width", "conv-depth"]
+    for curve in record["curves"]:
+        assert set(curve["exponents"]) == {"plain", "ours", "correction"}
+        assert len(curve["points"]) >= 2
+        for point in curve["points"]:
+            assert point["ours"]["median"] > 0
+            assert point["operations"] > 0
+        assert curve["prediction"]
+    assert "Picture: " in run.stdout
+
+
+# ---- precision --------------------------------------------------------------------------------------------------
+
+
+def test_tf32_keeps_ten_bits():
+    exact = torch.tensor([0.0, 1.0, -1.5, 1 + 2.0**-10, 2.0**-120, 65504.0 * 2**60, math.inf, -math.inf])
+    assert torch.equal(to_tf32(exact), exact)
+    rounded = {
+        1 + 2.0**-12: 1.0,
+        1 + 2.0**-11: 1 + 2.0**-10,
+        -1 - 2.0**-11: -1 - 2.0**-10,
+        1 + 3 * 2.0**-12: 1 + 2.0**-10,
+    }
+    assert to_tf32(torch.tensor(list(rounded))).tolist() == list(rounded.values())
+    assert to_tf32(torch.tensor(0.1)).item() == 0.0999755859375
+    assert to_tf32(torch.tensor([math.nan])).isnan().all()
+    numbers = torch.randn(1000)
+    errors = ((to_tf32(numbers) - numbers) / numbers).abs()
+    assert 2.0**-12 < errors.max() <= 2.0**-11
+    assert ((to_bfloat16(numbers) - numbers) / numbers).abs().max() > 2.0**-9
+
+
+def test_errors_grow_as_formats_shrink():
+    torch.manual_seed(0)
+    for shape, side in (((16, 64), "samples"), ((500, 20), "features")):
+        error = precision.layer_error(precision.Captured("layer", torch.randn(shape), torch.randn(shape[0], 5)), 0.01)
+        assert (error.side, error.size) == (side, min(shape))
+        assert 0 < error.errors["float64"] <= error.errors["float32"] * 2
+        assert error.errors["float32"] < 1e-5 < error.errors["tf32"] < 1e-2
+        assert 2 < error.errors["bfloat16"] / error.errors["tf32"] < 50
+
+
+def test_a_factorisation_that_fails_is_said_so():
+    inputs = torch.rand(20, 1).expand(20, 300) + 1e-4 * torch.rand(20, 300)  # nearly dependent, 1e-12 of damping
+    error = precision.layer_error(precision.Captured("layer", inputs, torch.randn(20, 2)), 1e-12)
+    assert error.errors["bfloat16"] is None
+    assert error.condition > 1e8
+    moment = precision.Moment(precision.setups(quick=True)[0], 1, 2.3, (error,))
+    assert moment.failures("bfloat16") == 1
+    assert moment.record()["failed_factorisations"]["bfloat16"] == 1
+
+
+def test_captured_rows_explain_the_gradients():
+    torch.manual_seed(0)
+    model = residual_net((4,), 1)
+    inputs, labels = torch.rand(6, 3, 8, 8), torch.randint(0, 10, (6,))
+    seen = precision.capture(model, inputs, labels)
+    gradients = {name: layer.weight.grad for name, layer in model.named_modules() if hasattr(layer, "weight")}
+    assert [captured.name for captured in seen] == list(gradients)
+    for captured in seen:
+        plain = captured.output_grads.mT @ captured.inputs
+        torch.testing.assert_close(plain[:, :-1], gradients[captured.name].flatten(1))
+
+
+def test_quick_precision_looks_three_times(tmp_path):
+    _, record = bench(tmp_path, "precision", "--quick", "--iterations", "30")
+    assert [(m["network"], m["iteration"]) for m in record["moments"]] == [
+        (network, iteration) for network in ("resnet20", "mlp") for iteration in (1, 3, 30)
+    ]
+    assert record["data"] == "digits, enlarged"
+    for moment in record["moments"]:
+        sides = {layer["side"] for layer in moment["layers"]}
+        assert sides == ({"samples"} if moment["network"] == "mlp" else {"features", "samples"})
+        assert set(moment["median_error"]) == {"float64", "float32", "tf32", "bfloat16"}
+        assert moment["median_error"]["float32"] < moment["median_error"]["bfloat16"]
+    assert record["moments"][-1]["loss"] < record["moments"][3]["loss"], "the network learns"
+
+
+def test_cifar10_is_read_from_its_binary_batches(tmp_path):
+    for number in (1, 2):
+        rows = bytearray()
+        for place in range(3):
+            rows += bytes([place + number]) + bytes([255]) + bytes(ROW - 3) + bytes([51])
+        (tmp_path / f"data_batch_{number}.bin").write_bytes(rows)
+    images = cifar10(tmp_path)
+    assert images.pixels.shape == (6, 3, 32, 32)
+    assert images.labels.tolist() == [1, 2, 3, 2, 3, 4]
+    assert images.pixels[0, 0, 0, 0] == 0.5
+    assert images.pixels[0, 1, 0, 0] == -0.5
+    assert images.pixels[0, 2, 31, 31] == pytest.approx(-0.3)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"\x00" * 100, "100 bytes, which is no multiple of 3073"), (b"\x0b" * ROW, "class 11")]
+)
+def test_other_files_than_cifar10_are_refused(tmp_path, content, message, capsys):
+    (tmp_path / "data_batch_1.bin").write_bytes(content)
+    assert cli.main(["bench", "precision", "--quick", "--data", str(tmp_path)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_digits_are_images_between_minus_and_plus_a_half():
+    images = upsampled_digits()
+    assert images.pixels.shape == (1797, 3, 32, 32)
+    assert images.pixels.min() == -0.5
+    assert images.pixels.max() == 0.5
+
+
+# ---- the command line -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["precision", "--iterations", "-3"], "--iterations must be at least 1, got -3"),
+        (["--output", "bench.txt"], "--output must end in .json, got bench.txt"),
+    ],
+)
+def test_bad_options_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", *arguments])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_measurement_is_named_with_those_there_are(tmp_path, capsys):
+    path = tmp_path / "bench.json"
+    assert cli.main(["bench", "--quick", "--only", "vgg", "--output", str(path)]) == 1
+    assert "--only vgg is unknown here; there are mlp, resnet20" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_gpu_that_is_not_there_is_said_so(tmp_path, capsys):
+    assert cli.main(["bench", "--device", "cuda", "--output", str(tmp_path / "bench.json")]) == 1
+    assert "--device cuda: PyTorch finds no CUDA device here" in capsys.readouterr().err
+
+
+def test_quartiles_of_one_value():
+    assert Quartiles.of([2.0]) == Quartiles(2.0, 2.0, 2.0, 2.0, 2.0)
