@@ -2,74 +2,118 @@
 
 What a layer's factorisation needs, its inputs, is known when the backward pass reaches the layer; the gradient that it
 is applied to is final only at the step. In between, backpropagation through the layers before it keeps the GPU partly
-busy at best, and a factorisation needs one of its hundred multiprocessors.
+busy at best. Layers of one shape that follow each other, as they do in most networks, go together: the host launches
+once for all of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from consequent import kernels
+from consequent.moments import second_moments
+from consequent.record import Factor, Record
 from consequent.settings import Damping
 
-STREAMS = 16  # factorisations that run side by side
+STREAMS = 8  # groups of layers that are worked at side by side
+MOST_TOGETHER = 8  # layers in a group
+MOST_WAITING = 2**28  # bytes of inputs that wait for their group to be complete
 
 
-@dataclass
-class Factor:
-    """``W = L⁻¹`` of a moment ``S + λI = L Lᵀ``."""
-
-    inverse: Tensor  # [D, D], lower triangular
-    status: Tensor  # [4]: trace of S, λ, whether it could be factorised, smallest pivot over largest entry
-    damping: Damping  # that was in force
-
-
-def factorise(moment: Tensor, damping: Damping, rows: int) -> Factor | None:
-    """The factor of a moment ``[1, D, D]``, by a kernel that is not waited for; None where there is none for it."""
-    if not kernels.run_on(moment.device) or moment.dtype != torch.float32 or len(moment) != 1:
-        return None
-    from consequent.kernels.factor import LARGEST, inverse_factor
-
-    if not 0 < moment.shape[-1] <= LARGEST:
-        return None
-    inverse, status = inverse_factor(moment[0], damping.value, rows=rows if damping.relative else None)
-    return Factor(inverse, status, damping)
-
-
-class SideStreams:
-    """Streams beside the one that the backward pass runs on, used in turn."""
+class Ahead:
+    """Groups of records whose moments are computed, and factorised, beside the backward pass."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, list[torch.cuda.Stream]] = {}
         self._busy: dict[torch.device, set[torch.cuda.Stream]] = {}
         self._turn = 0
+        self._group: list[Record] = []
+        self._kind: Hashable = None
+        self._damping = Damping(0.0)
+        self._bytes = 0
 
-    @contextmanager
-    def beside(self, *inputs: Tensor) -> Iterator[None]:
-        """Run what follows beside the current stream, after all that is there already.
+    def takes(self, record: Record) -> bool:
+        """Whether the record's moment can wait and be computed with others: one use, on a GPU with kernels."""
+        if len(record.uses) != 1 or record.reduced or not record.verified:
+            return False
+        inputs = record.uses[0].inputs
+        return inputs is not None and inputs.numel() > 0 and kernels.run_on(inputs.device)
+
+    def add(self, record: Record, damping: Damping) -> None:
+        """Reduce the record soon, with others of its kind.
 
         Args:
-            inputs: tensors that are read, all on one GPU. Their memory is not used again before that is over.
+            record: one that :meth:`takes` approves of.
+            damping: λ, to factorise the moment with.
         """
-        device = inputs[0].device
-        if device not in self._streams:
-            self._streams[device] = [torch.cuda.Stream(device) for _ in range(STREAMS)]
-        self._turn = (self._turn + 1) % STREAMS
-        stream = self._streams[device][self._turn]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        self._busy.setdefault(device, set()).add(stream)
-        with torch.cuda.stream(stream):
-            yield
-        for tensor in inputs:
-            tensor.record_stream(stream)
+        inputs = record.uses[0].inputs
+        assert inputs is not None
+        kind = (_kind_of(record), inputs.shape, inputs.stride(), inputs.dtype, inputs.device, damping)
+        if self._group and (kind != self._kind or len(self._group) == MOST_TOGETHER or self._bytes > MOST_WAITING):
+            self.flush()
+        self._group.append(record)
+        self._kind, self._damping = kind, damping
+        self._bytes += inputs.nbytes
+
+    def flush(self) -> None:
+        """Start with what waits."""
+        records, self._group, self._bytes = self._group, [], 0
+        uses = [record.uses[0] for record in records]
+        inputs = [use.inputs for use in uses if use.inputs is not None]
+        if not inputs:
+            return
+        with self._beside(inputs):
+            moments = second_moments(uses[0].layer, inputs, ones=uses[0].bias is not None)
+            all_complete = all(record.usual_uses == 1 for record in records)
+            factor = _factorise(moments, self._damping, records[0].rows) if all_complete else None
+            for place, record in enumerate(records):
+                record.reduce_to(moments[place], None if factor is None else factor.of(place))
 
     def join(self) -> None:
-        """Let the current stream wait for all that was started; the host does not wait."""
+        """Let the current stream wait for all that was added; the host does not wait."""
+        self.flush()
         for device, streams in self._busy.items():
             current = torch.cuda.current_stream(device)
             for stream in streams:
                 current.wait_stream(stream)
         self._busy.clear()
+
+    def forget(self) -> None:
+        """Drop what waits: its gradients are gone."""
+        self._group, self._bytes = [], 0
+
+    @contextmanager
+    def _beside(self, inputs: list[Tensor]) -> Iterator[None]:
+        """Run what follows beside the current stream, after all that is there already."""
+        device = inputs[0].device
+        if device not in self._streams:
+            self._streams[device] = [torch.cuda.Stream(device) for _ in range(STREAMS)]
+        stream = self._streams[device][self._turn]
+        self._turn = (self._turn + 1) % STREAMS
+        stream.wait_stream(torch.cuda.current_stream(device))
+        self._busy.setdefault(device, set()).add(stream)
+        with torch.cuda.stream(stream):
+            yield
+        for tensor in inputs:
+            tensor.record_stream(stream)  # its memory is not used again before that is over
+
+
+def _kind_of(record: Record) -> Hashable:
+    """What layers must have in common to go together, the shape of their inputs aside."""
+    layer, has_bias = record.layer, record.uses[0].bias is not None
+    if isinstance(layer, nn.Linear):
+        return has_bias
+    geometry = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode)
+    return (has_bias, geometry)
+
+
+def _factorise(moments: Tensor, damping: Damping, rows: int) -> Factor | None:
+    """The factors of moments ``[layers, 1, D, D]``, where there is a kernel for their size."""
+    from consequent.kernels.factor import LARGEST, inverse_factor
+
+    if moments.dtype != torch.float32 or moments.shape[1] != 1 or not 0 < moments.shape[-1] <= LARGEST:
+        return None
+    inverse, status = inverse_factor(moments[:, 0], damping.value, rows=rows if damping.relative else None)
+    return Factor(inverse, status, damping)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from consequent import kernels, layers
-from consequent.ahead import SideStreams, factorise
+from consequent import layers
+from consequent.ahead import Ahead
 from consequent.autograd import after_backward, backward_pass_id
 from consequent.hooks import EntryHook, LayerHook, drop_inert_hooks, not_compiled
 from consequent.layers import Layer
@@ -47,7 +47,7 @@ class Capture:
         self._containers: set[nn.Module] = set()
         self._open_entries: list[tuple[nn.Module, Entry | None]] = []
         self._without_graph: dict[Layer, deque[Entry]] = {}
-        self._side_streams = SideStreams()
+        self._ahead = Ahead()
         self._running: dict[int, list[Record]] = {}  # backward passes under way, and the records they fill
         self._handles: list[RemovableHandle] = []
         self.extend(named_layers)
@@ -81,6 +81,7 @@ class Capture:
     def clear(self) -> None:
         """Forget what was captured."""
         self._without_graph.clear()
+        self._ahead.forget()
         for record in self.records.values():
             record.clear()
 
@@ -133,6 +134,7 @@ class Capture:
     def _prepare_for_entry(self) -> None:
         if backward_pass_id() == -1:
             self._running.clear()  # left over from a backward pass that raised
+            self._ahead.forget()
         self.before_entry()
 
     @in_full_precision
@@ -151,25 +153,19 @@ class Capture:
                 record.begin_backward_pass(use.key.grad)
             record.backward_pass = now
             self._running[now].append(record)
+        if not record.is_empty:
+            self._ahead.join()  # an earlier use may be waiting to be reduced, or being reduced
         record.add(use, output_grad.detach())
         damping = self.damping_of(use.key)
-        if record.uses and record.rows >= record.columns and damping.value > 0:
-            self._reduce(record, use, damping)
-
-    def _reduce(self, record: Record, use: Use, damping: Damping) -> None:
-        """Let a second moment stand for the rows; on a GPU beside the backward pass, and factorised if complete."""
-        is_first = len(record.uses) == 1 and not record.reduced
-        if use.inputs is None or not record.verified or not is_first or not kernels.run_on(use.inputs.device):
-            self._side_streams.join()  # an earlier use's moment may still be under way
-            record.reduce(keep_rows=self.keep_rows)
+        if not record.uses or record.rows < record.columns or damping.value == 0:
             return
-        with self._side_streams.beside(use.inputs):
+        if not self.keep_rows and self._ahead.takes(record):
+            self._ahead.add(record, damping)
+        else:
             record.reduce(keep_rows=self.keep_rows)
-            if record.usual_uses == 1 and record.moment is not None:
-                record.factor = factorise(record.moment, damping, record.rows)
 
     def _mark_gradients(self, backward_pass: int) -> None:
-        self._side_streams.join()
+        self._ahead.join()
         for record in self._running.pop(backward_pass, []):
             if not record.is_empty:
                 record.mark_accumulated()

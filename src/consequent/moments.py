@@ -10,7 +10,7 @@ from consequent.autocorrelation import Window, operations, patch_moment_by_autoc
 from consequent.layers import Layer
 from consequent.patches import Sides, pad_sides, patch_moment, patch_rows
 
-__all__ = ["second_moment"]
+__all__ = ["second_moment", "second_moments"]
 
 # Forming a patch costs about as much as this many multiplications per entry.
 COST_OF_COPYING = 64
@@ -54,6 +54,17 @@ def second_moment(layer: Layer, inputs: Tensor, *, ones: bool) -> Tensor:
     padded = pad_sides(_sum_of(images), padding)
     sums = patch_rows(padded, layer.kernel_size, stride, layer.dilation, layer.groups)
     return _with_ones(moment, sums.sum(-2), images.shape[0] * sums.shape[-2])
+
+
+def second_moments(layer: Layer, inputs: list[Tensor], *, ones: bool) -> Tensor:
+    """:func:`second_moment` of several inputs of one shape, each its own layer's: ``[layers, groups, D, D]``.
+
+    Args:
+        layer: any of the layers; they have the same geometry.
+        inputs: an input for each layer.
+        ones: whether every row gets a last entry 1.
+    """
+    return torch.stack([second_moment(layer, tensor, ones=ones) for tensor in inputs])
 
 
 def _moment_by_kernel(layer: Layer, inputs: Tensor, *, ones: bool) -> Tensor | None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from consequent import layers
-from consequent.ahead import Factor
 from consequent.autograd import Kept, answers_at_once, graph_is_retained
 from consequent.grad_mark import GradMark
 from consequent.layers import Layer
 from consequent.moments import second_moment
+from consequent.settings import Damping
 
 
 @dataclass(eq=False)
@@ -49,6 +49,19 @@ class Use:
             return self.weight
         assert self.bias is not None
         return self.bias
+
+
+@dataclass
+class Factor:
+    """``W = L⁻¹`` of a second moment ``S + λI = L Lᵀ`` that was factorised ahead."""
+
+    inverse: Tensor  # [D, D], lower triangular
+    status: Tensor  # [4]: trace of S, λ, whether it could be factorised, smallest pivot over largest entry
+    damping: Damping  # that was in force
+
+    def of(self, place: int) -> "Factor":
+        """One of several: they were computed together."""
+        return Factor(self.inverse[place], self.status[place], self.damping)
 
 
 @dataclass(eq=False)
@@ -189,6 +202,18 @@ class Record:
         self.reduced += self.uses
         self.uses = []
         self.factor = None
+
+    def reduce_to(self, moment: Tensor, factor: Factor | None) -> None:
+        """Let this second moment, computed elsewhere, stand for the rows of all uses.
+
+        Args:
+            moment: ``[groups, D + biases, D + biases]``.
+            factor: of it, if it is known.
+        """
+        for use in self.uses:
+            use.inputs = use.output_grad = None
+        self.reduced, self.uses = [*self.reduced, *self.uses], []
+        self.moment, self.factor = moment, factor
 
     def _add_moment_of(self, use: Use) -> None:
         assert use.output_grad is not None

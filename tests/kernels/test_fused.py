@@ -1,0 +1,129 @@
+"""All layers of a step by the kernels together, against the same step layer by layer."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import consequent
+from consequent.record import Factor
+from consequent.settings import Damping
+
+pytest.importorskip("triton")
+
+from consequent.fused import FusedStep
+from consequent.kernels.factor import inverse_factor
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(3 * 16, 20),
+        nn.ReLU(),
+        nn.Linear(20, 20, bias=False),
+        nn.Linear(20, 4),
+    ).to(DEVICE)
+
+
+def backward(model, optimizer, bad=None):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(8, 2, 4, 4, generator=generator).to(DEVICE)
+    if bad is not None:
+        inputs[0, 0, 0, 0] = bad
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+
+
+def attached(model, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    correction = consequent.attach(optimizer, model, **options)
+    backward(model, optimizer)
+    optimizer.step()  # looks at every layer
+    return optimizer, correction
+
+
+def corrected_together(model, damping, *, change=None, bad=None):
+    """The gradients that the kernels make, the counts, and whether NaN or inf was met."""
+    name = "relative_damping" if damping.relative else "damping"
+    optimizer, correction = attached(model, **{name: damping.value})
+    backward(model, optimizer, bad)
+    if change is not None:
+        change(model)
+    fused = FusedStep(DEVICE)
+    records = correction._capture.filled_records()
+    for record in records:
+        if record.moment is not None and record.factor is None:
+            rows = record.rows if damping.relative else None
+            inverse, status = inverse_factor(record.moment[0], damping.value, rows=rows)
+            record.factor = Factor(inverse, status, damping)
+        assert fused.take(record, damping, 8.0)
+    assert sorted(fused.sides.values()) == ["features", "samples", "samples", "samples"]
+    counts = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    is_bad = bool(fused.prepare())
+    fused.write(counts)
+    return {name: p.grad.clone() for name, p in model.named_parameters()}, counts.tolist(), is_bad
+
+
+def corrected_one_by_one(model, damping, change=None):
+    name = "relative_damping" if damping.relative else "damping"
+    optimizer, correction = attached(model, **{name: damping.value}, check=True)
+    backward(model, optimizer)
+    if change is not None:
+        change(model)
+    correction.step()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def clipped(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+@pytest.mark.parametrize("change", [None, clipped])
+@pytest.mark.parametrize("damping", [Damping(0.1), Damping(0.05, relative=True)], ids=str)
+def test_kernels_do_what_the_plain_form_does(damping, change):
+    model = network()
+    expected = corrected_one_by_one(copy.deepcopy(model), damping, change)
+    actual, counts, is_bad = corrected_together(model, damping, change=change)
+    assert not is_bad
+    assert counts == [0, 0, 0]
+    for name, gradient in expected.items():
+        # The first layer's inputs are rounded to TF32 on a GPU.
+        tolerance = 1e-3 if name.startswith("0.") and DEVICE.type == "cuda" else 2e-5
+        assert (actual[name] - gradient).norm() <= tolerance * gradient.norm(), name
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nothing_is_written_but_zeros_where_a_batch_is_not_finite(bad):
+    gradients, counts, is_bad = corrected_together(network(), Damping(0.1), bad=bad)
+    assert is_bad
+    assert counts == [0, 0, 0]
+    assert all(not gradient.any() for gradient in gradients.values())
+
+
+def test_an_edited_gradient_is_shortened_and_counted():
+    def edited(model):
+        model[3].weight.grad += torch.linspace(-1, 1, 48, device=DEVICE)
+
+    _, counts, is_bad = corrected_together(network(), Damping(0.1), change=edited)
+    assert not is_bad
+    assert counts == [0, 1, 0]
+
+
+def test_what_kernels_do_not_take():
+    model = network()
+    optimizer, correction = attached(model, damping=0.1)
+    backward(model, optimizer)
+    conv, first, *_ = sorted(correction._capture.filled_records(), key=lambda record: -record.weight.ndim)
+    fused = FusedStep(DEVICE)
+    assert not fused.take(first, Damping(0.0), 8.0)  # the pseudo-inverse
+    conv.factor = Factor(torch.eye(19, device=DEVICE), torch.ones(4, device=DEVICE), Damping(0.3))
+    assert not fused.take(conv, Damping(0.1), 8.0)  # λ was changed since
+    first.weight.grad = None
+    assert not fused.take(first, Damping(0.1), 8.0)
+    assert not fused

@@ -1,0 +1,165 @@
+"""The fast ways on a GPU: kernels, side streams and CUDA graphs give the numbers of the plain form."""
+
+import copy
+
+import pytest
+import torch
+from test_gpu import batch, net, weights
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import consequent
+from consequent import kernels
+from consequent_lab.models import residual_net
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def convolutions():
+    torch.manual_seed(0)
+    return residual_net((8, 16), 2, batch_norm=False).cuda()
+
+
+def images(samples=16, side=12):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 3, side, side, generator=generator)
+    return inputs.cuda(), torch.randint(0, 10, (samples,), generator=generator).cuda()
+
+
+def take_step(model, optimizer, inputs, labels, micro_batches=1):
+    optimizer.zero_grad()
+    for part, wanted in zip(inputs.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
+        (nn.functional.cross_entropy(model(part), wanted) / micro_batches).backward()
+    optimizer.step()
+
+
+def trained(model, *, steps=4, micro_batches=1, dtype=torch.float32, device="cuda"):
+    model = copy.deepcopy(model).to(device, dtype)
+    optimizer = consequent.CSGD(model, lr=0.05, momentum=0.9, nesterov=True, damping=0.1)
+    inputs, labels = images()
+    for _ in range(steps):
+        take_step(model, optimizer, inputs.to(device, dtype), labels.to(device), micro_batches)
+    return model, optimizer
+
+
+def distance(model, other, start):
+    return ((weights(model) - weights(other)).norm() / (weights(other) - weights(start)).norm()).item()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_kernels_and_side_streams_train_as_float64_does(memory_format, micro_batches):
+    start = convolutions()
+    expected, _ = trained(start, dtype=torch.float64, device="cpu")
+    actual, optimizer = trained(start.to(memory_format=memory_format), micro_batches=micro_batches)
+    assert distance(actual, expected, start) < 2e-2  # TF32 in the model's own convolutions, four steps
+    assert optimizer.correction.counters == consequent.correction.Counters(steps=4)
+
+
+def test_kernels_give_what_torch_gives(monkeypatch):
+    start = convolutions()
+    actual, _ = trained(start, steps=3)
+    monkeypatch.setattr(kernels, "run_on", lambda device: False)
+    expected, _ = trained(start, steps=3)
+    assert distance(actual, expected, start) < 2e-2
+
+
+def test_no_race_between_the_streams():
+    """The same numbers every time, also while other work keeps the device busy."""
+    start, results = convolutions(), []
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for busy in (False, True, True):
+            if busy:
+                noise = torch.randn(4096, 4096, device="cuda")
+                for _ in range(20):
+                    noise = (noise @ noise).clamp(-1, 1)
+            results.append(weights(trained(start, steps=10)[0]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    spread = max((result - results[0]).norm().item() for result in results)
+    assert spread <= 1e-3 * (results[0] - weights(start)).norm()
+
+
+def captured(model, optimizer, inputs, labels):
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            take_step(model, optimizer, inputs, labels)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        take_step(model, optimizer, inputs, labels)
+    return graph
+
+
+@pytest.mark.parametrize("make", [net, convolutions])
+def test_a_captured_step_trains_as_eager_steps_do(make):
+    start = make().cuda()
+    inputs, labels = batch("cuda") if make is net else images()
+    model, twin = copy.deepcopy(start), copy.deepcopy(start)
+    optimizer = consequent.CSGD(model, lr=0.05, damping=0.1)
+    graph = captured(model, optimizer, inputs, labels)
+    for _ in range(3):
+        graph.replay()
+    other = consequent.CSGD(twin, lr=0.05, damping=0.1)
+    for _ in range(6):
+        take_step(twin, other, inputs, labels)
+    assert distance(model, twin, start) < 1e-2
+    assert optimizer.correction.counters.steps == 6
+    assert optimizer.correction.counters.skipped == 0
+
+
+def test_nan_in_a_captured_step_changes_nothing_and_is_counted():
+    model = convolutions()
+    optimizer = consequent.CSGD(model, lr=0.05, damping=0.1)
+    inputs, labels = images()
+    graph = captured(model, optimizer, inputs, labels)
+    before = weights(model)
+    inputs[0, 0, 0, 0] = float("nan")
+    graph.replay()
+    assert torch.equal(weights(model), before)
+    assert optimizer.correction.counters.skipped == 1
+    inputs.nan_to_num_()
+    graph.replay()
+    assert not torch.equal(weights(model), before)
+    assert optimizer.correction.counters.skipped == 1
+
+
+def test_capturing_before_the_first_step_is_refused():
+    model = convolutions()
+    optimizer = consequent.CSGD(model, lr=0.05, damping=0.1)
+    inputs, labels = images()
+    model(inputs).sum().backward()  # cuDNN is ready
+    optimizer.zero_grad()
+    fresh = convolutions()
+    optimizer = consequent.CSGD(fresh, lr=0.05, damping=0.1)
+    with (
+        pytest.raises(RuntimeError, match="before the first ordinary training step"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        take_step(fresh, optimizer, inputs, labels)
+
+
+@pytest.mark.parametrize(("make", "most"), [(net, 60), (convolutions, 100)])
+def test_kernel_launches_of_a_correction(make, most):
+    """Plain and corrected steps are profiled; the difference is what the correction launches."""
+    launches = []
+    for corrected in (False, True):
+        model = make().cuda()
+        inputs, labels = batch("cuda") if make is net else images()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        if corrected:
+            consequent.attach(optimizer, model, damping=0.1)
+        for _ in range(3):
+            take_step(model, optimizer, inputs, labels)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            take_step(model, optimizer, inputs, labels)
+            torch.cuda.synchronize()
+        launches.append(sum(event.count for event in profiler.key_averages()))
+    assert launches[1] - launches[0] <= most, launches
