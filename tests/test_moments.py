@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import reference
 from consequent import moments
 
 

@@ -1,4 +1,4 @@
-"""The work of a step is counted, since a time cannot be tested: operations that the host starts, and multiplications."""
+"""The work of a step is counted, since a time cannot be tested: calls into torch, and multiplications."""
 
 import copy
 

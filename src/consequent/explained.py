@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from consequent.input_matrix import InputMatrix, gradient_matrix
 from consequent.layers import weight_matrix
@@ -99,9 +100,10 @@ def _factor_of_some_rows(record: Record, rows: InputMatrix, squared_inputs: Tens
         sample = dZ.narrow(-1, start, count)
         expected = sample.mT @ X
         found = gradient.narrow(1, start, count).to(X.dtype)
-        level = scale * sample.norm().item()
-        if expected.norm().item() > 10 * level:
-            return 1.0 if (found - expected).norm().item() <= level else multiple(found, expected, level)
+        level = scale * vector_norm(sample).item()
+        if vector_norm(expected).item() > 10 * level:
+            is_plain = vector_norm(found - expected).item() <= level
+            return 1.0 if is_plain else multiple(found, expected, level)
     return 1.0  # no row says anything: the gradient is nothing but rounding
 
 

@@ -89,7 +89,7 @@ class InputMatrix:
         """``[groups, rows, rows]``: the inner products of all rows."""
         X = self.features
         dZ = self.output_grads
-        gram = dZ.new_zeros(dZ.shape[0], dZ.shape[1], dZ.shape[1]) if X is None else X @ X.mT
+        gram = dZ.new_zeros(dZ.shape[0], dZ.shape[1], dZ.shape[1]) if X is None else torch.bmm(X, X.mT)
         if self.has_one_bias_everywhere:
             return gram.add_(1)
         return gram if self.ones is None else gram.add_(self.ones @ self.ones.mT)
@@ -113,22 +113,20 @@ class InputMatrix:
         Args:
             coefficients: ``[groups, rows, out_features]``.
         """
-        for parameter in trained(self.record):
-            grad = parameter.grad
-            assert grad is not None
-            if self.features is not None and parameter is self.record.weight:
-                if grad.ndim == 2 and grad.is_contiguous() and grad.dtype == coefficients.dtype:
-                    torch.mm(coefficients[0].mT, self.features[0], out=grad)
-                else:
-                    grad.copy_((coefficients.mT @ self.features).reshape(grad.shape))
+        grad = self.record.weight.grad
+        if self.features is not None and grad is not None:
+            if grad.ndim == 2 and grad.is_contiguous() and grad.dtype == coefficients.dtype:
+                torch.mm(coefficients[0].mT, self.features[0], out=grad)
+            else:
+                grad.copy_((coefficients.mT @ self.features).reshape(grad.shape))
+        sums: tuple[Tensor, ...] = ()
         if self.has_one_bias_everywhere:
-            grad = self.biases[0].grad
-            assert grad is not None
-            grad.copy_(coefficients.sum(-2).reshape(grad.shape))
+            sums = (coefficients.sum(-2),)
         elif self.ones is not None:
-            for bias, gradient in zip(self.biases, (coefficients.mT @ self.ones).unbind(-1), strict=True):
-                assert bias.grad is not None
-                bias.grad.copy_(gradient.reshape(bias.shape))
+            sums = (coefficients.mT @ self.ones).unbind(-1)
+        for bias, gradient in zip(self.biases, sums, strict=True):
+            assert bias.grad is not None
+            bias.grad.copy_(gradient.reshape(bias.shape))
 
 
 def _concatenated(blocks: list[Tensor]) -> Tensor:

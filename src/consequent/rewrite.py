@@ -102,6 +102,7 @@ class Rewriter:
         corrected = {p for update in updates for p in update.record.members}
         corrected |= {p for record in (fused.sides if fused else ()) for p in record.members}
         plain = [p.grad for p in self._groups.parameters() if p.grad is not None and p not in corrected]
+        flags: list[tuple[str, bool | Tensor]]
         flags = [(shown(self._name(update.record)), update.finite) for update in updates]
         flags += [("a layer that is not corrected", flag) for flag in _are_finite(plain)]
         found_inf = getattr(self._groups.optimizer, "found_inf", None)  # a GradScaler's, with a fused optimiser
@@ -110,7 +111,7 @@ class Rewriter:
             if found_inf is None or not bool(found_inf):  # otherwise the scaler knows, and skips the step itself
                 self._reports.non_finite(list(dict.fromkeys(bad)))
             return False
-        waiting = [flag for _, flag in flags if not self._may_wait(flag)]
+        waiting = [flag for _, flag in flags if isinstance(flag, Tensor) and not self._may_wait(flag)]
         if not waiting and fused is None:
             return True
         is_bad = None if fused is None else fused.prepare()
@@ -149,8 +150,8 @@ class Rewriter:
         watch, self._watch = self._watch, None
         return None if watch is None else watch.compare()
 
-    def _may_wait(self, tensor: Tensor) -> bool:
-        return self._reports.check or answers_at_once(tensor)
+    def _may_wait(self, tensor: bool | Tensor) -> bool:
+        return self._reports.check or not isinstance(tensor, Tensor) or answers_at_once(tensor)
 
 
 def _are_finite(grads: list[Tensor]) -> list[Tensor]:

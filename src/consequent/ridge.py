@@ -157,7 +157,7 @@ def quick_solve(matrix: Tensor, right: Tensor, damping: float | Tensor) -> Tenso
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(damping[..., 0] if isinstance(damping, Tensor) else damping)
     factor, info = torch.linalg.cholesky_ex(matrix)
-    if info.any() or matrix.shape[-1] == 0:
+    if matrix.shape[-1] == 0 or any(info.tolist()):
         return None
     smallest, largest = factor.diagonal(dim1=-2, dim2=-1).min().item() ** 2, diagonal.max().item()
     if smallest < _FEW_DIGITS * torch.finfo(matrix.dtype).eps * largest:

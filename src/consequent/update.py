@@ -1,5 +1,6 @@
 """From a record of a weight's inputs, and the gradient in ``.grad``, to its consequentialist gradient."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ class Update:
 
     record: Record
     side: str
-    finite: Tensor  # whether no NaN or inf was met
+    finite: bool | Tensor  # whether no NaN or inf was met
     gradient: Tensor | None = None  # [groups, out_features, columns]; or, on the sample side,
     coefficients: Tensor | None = None  # [groups, rows, out_features] of
     rows: InputMatrix | None = None  # these rows
@@ -111,7 +112,7 @@ def _on_sample_side(record: Record, damping: Damping, *, may_wait: bool) -> Upda
         gradient = correct_any_gradient(gradient_matrix(record).to(X.dtype), X, level)
         return Update(record, "samples", gradient.sum().isfinite(), gradient, edited=True)
     if damping.value == 0:
-        finite = (trace.sum() + dZ.sum() + factor).isfinite()
+        finite = math.isfinite(trace.sum() + dZ.sum() + factor)
         X = rows.whole()
         gradient = (torch.linalg.pinv(X) @ dZ).mT * factor if finite else torch.zeros_like(dZ.mT @ X)
         return Update(record, "samples", finite, gradient)
@@ -124,10 +125,10 @@ def _on_sample_side(record: Record, damping: Damping, *, may_wait: bool) -> Upda
         coefficients, fallen_back = solved.solution, solved.fallen_back
         rescued = len(gram) - fallen_back if dZ.dtype != torch.float64 else solved.rescued
     if coefficients is None:
-        return Update(record, "samples", torch.tensor(False, device=dZ.device))
+        return Update(record, "samples", False)
     if factor != 1.0:
         coefficients *= factor
-    finite = coefficients.sum().isfinite()
+    finite = math.isfinite(coefficients.sum().item())
     return Update(
         record, "samples", finite, coefficients=coefficients, rows=rows, rescued=rescued, fallen_back=fallen_back
     )

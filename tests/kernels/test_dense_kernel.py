@@ -90,8 +90,8 @@ def test_float64_reference(name):
 
 
 def test_more_tiles_than_programs(monkeypatch):
-    monkeypatch.setattr(dense, "_MOST_SOLVERS", 1)
-    monkeypatch.setattr(dense, "_PROGRAMS", 4)
+    monkeypatch.setattr(dense, "_PROBERS", 4)
+    monkeypatch.setattr(dense, "_WRITERS", 4)
     layers = [make_layer(2, 300, 200, factor=0.7), make_layer(4, 20, 20)]
     wanted = [reference(layers[0], 0.7), reference(layers[1])]
     assert rewrite(layers) == (0, [0, 0, 0])

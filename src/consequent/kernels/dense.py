@@ -8,10 +8,10 @@ which do the same with a few dozen torch calls per layer.
 =========  ===========================================================================================================
 launch     what its programs do
 =========  ===========================================================================================================
-``scan``   parts of ``X Xᵀ`` and of the probes ``X v`` and ``ΔZ u``
-``solve``  some factorise K and compute A, which takes time but few processors; the others meanwhile read the gradient G
+``scan``   some sum up parts of ``X Xᵀ`` and of the probes ``X v`` and ``ΔZ u``; the others meanwhile read the gradient G
            for the probes ``u G v``
-``write``  c from the probes, ``Aᵀ X`` over all tiles of all gradients
+``solve``  one finds c from the probes; the others factorise K, each a single warp, and compute A for some outputs
+``write``  ``s c Aᵀ X`` over all tiles of all gradients
 =========  ===========================================================================================================
 
 Partial sums lie in a scratch buffer and are added in a fixed order: the results are bitwise reproducible.
@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from consequent.kernels.launch import launch
 from consequent.kernels.table import (
     device_guard,
     device_table,
@@ -44,22 +45,21 @@ MOST_ROWS = 64
 PRECISION = "tf32x3"  # of matrix products: about that of float32; "ieee" is float32 itself, without tensor cores
 
 _FIELDS = tl.constexpr(10)  # entries of the table per layer
-_PARTS = tl.constexpr(8)  # into which the columns of X and of ΔZ are cut
+_PARTS = tl.constexpr(12)  # into which the columns of X and of ΔZ are cut
 _PROBES = tl.constexpr(4)
-_MOST_SHARES = tl.constexpr(256)  # of one gradient
-_STATUS = tl.constexpr(16)  # trace, λ, whether K could be factorised; from 4: expected probes, from 8: their sizes
-_SCAN_COLUMNS = tl.constexpr(32)
-_LEAST_BLOCKS = tl.constexpr(4)  # of so many columns in a part
-_SOLVE_OUTPUTS = tl.constexpr(64)
-_TILE_OUTPUTS = tl.constexpr(64)
-_TILE_FEATURES = tl.constexpr(128)
+_MOST_SHARES = tl.constexpr(512)  # of one gradient
+_STATUS = tl.constexpr(16)  # trace, λ, whether K could be factorised, c, whether the gradient was edited
+_SCAN_COLUMNS = tl.constexpr(64)
+_LEAST_BLOCKS = tl.constexpr(2)  # of so many columns in a part
 _STRIP = tl.constexpr(8)  # rows of a tile that are probed at once
 _NO_SUM_OVERFLOWS = tl.constexpr(1e36)  # sums of a hundred such numbers are finite
 _ROUNDING = tl.constexpr(
     4 * torch.finfo(torch.float32).eps
 )  # of one step of elimination, approximate divisions included
-_MOST_SOLVERS = 16  # per layer; each then takes several chunks of outputs
-_PROGRAMS = _MOST_SHARES.value  # for all gradients together: about what a large GPU runs at once
+_PROBE_TILE, _WRITE_TILE = (64, 128), (64, 128)  # outputs, features
+_PROBE_WARPS, _WRITE_WARPS = 4, 4
+_PROBERS = _MOST_SHARES.value  # programs for all gradients together: about what a large GPU runs at once
+_WRITERS = 8192
 
 
 class DenseLayer(NamedTuple):
@@ -84,8 +84,6 @@ class PreparedDense:
     scratch: Tensor
     bad: Tensor
     block_rows: int
-    share: int  # tiles of a gradient per program
-    programs: int  # for the largest gradient
     aligned: bool
 
 
@@ -99,21 +97,29 @@ def prepare_dense(layers: Sequence[DenseLayer], bad: Tensor) -> PreparedDense:
     device = bad.device
     block_rows = max([16, *(triton.next_power_of_2(layer.inputs.shape[0]) for layer in layers)])
     values, floats, aligned = _table_of(layers, block_rows)
-    tiles = [_tiles(layer) for layer in layers]
-    share = -(-sum(tiles) // _PROGRAMS)
-    programs = max((-(-number // share) for number in tiles), default=0)
-    outputs = max((layer.weight_grad.shape[0] for layer in layers), default=0)
-    widest = max((layer.weight_grad.shape[1] for layer in layers), default=0)
-    parts = min(-(-max(outputs, widest) // (_LEAST_BLOCKS.value * _SCAN_COLUMNS.value)), _PARTS.value)
-    solvers = min(-(-outputs // (2 * _SOLVE_OUTPUTS.value)), _MOST_SOLVERS)
     scratch = torch.empty(floats, device=device)
     with device_guard(device):
         table = device_table(values, device, key="dense")
         if layers:
-            _scan[(len(layers), 2 * parts)](table, scratch, block_rows, PRECISION)
-            grid = (len(layers), solvers + programs)
-            _solve_and_probe[grid](table, scratch, bad, solvers, share, block_rows, PRECISION, aligned, num_stages=1)
-    return PreparedDense(layers, table, scratch, bad, block_rows, share, programs, aligned)
+            outputs = max(layer.weight_grad.shape[0] for layer in layers)
+            widest = max(outputs, *(layer.weight_grad.shape[1] for layer in layers))
+            parts = min(-(-widest // (_LEAST_BLOCKS.value * _SCAN_COLUMNS.value)), _PARTS.value)
+            share, probers = _shares(layers, _PROBE_TILE, _PROBERS)
+            launch(
+                _scan,
+                (len(layers), 2 * parts + probers, 1),
+                (table, scratch, bad, parts, share),
+                (*_PROBE_TILE, block_rows, PRECISION, aligned),
+                num_warps=_PROBE_WARPS,
+            )
+            launch(
+                _solve,
+                (len(layers), 1 + -(-outputs // block_rows), 1),
+                (table, scratch, bad, share),
+                (*_PROBE_TILE, block_rows, PRECISION),
+                num_warps=1 if block_rows <= 32 else 4,
+            )
+    return PreparedDense(layers, table, scratch, bad, block_rows, aligned)
 
 
 def write_dense(prepared: PreparedDense, counts: Tensor) -> None:
@@ -126,19 +132,23 @@ def write_dense(prepared: PreparedDense, counts: Tensor) -> None:
     """
     if not prepared.layers:
         return
-    grid = (len(prepared.layers), prepared.programs)
+    share, writers = _shares(prepared.layers, _WRITE_TILE, _WRITERS)
     with device_guard(prepared.bad.device):
-        _write[grid](
-            prepared.table,
-            prepared.scratch,
-            prepared.bad,
-            counts,
-            prepared.share,
-            prepared.block_rows,
-            PRECISION,
-            prepared.aligned,
-            num_stages=1,
+        launch(
+            _write,
+            (len(prepared.layers), writers, 1),
+            (prepared.table, prepared.scratch, prepared.bad, counts, share),
+            (*_WRITE_TILE, prepared.block_rows, PRECISION, prepared.aligned),
+            num_warps=_WRITE_WARPS,
         )
+
+
+def _shares(layers: Sequence[DenseLayer], tile: tuple[int, int], programs: int) -> tuple[int, int]:
+    """How many tiles of a gradient a program takes, and how many programs the largest gradient then needs."""
+    shapes = [layer.weight_grad.shape for layer in layers]
+    tiles = [-(-outputs // tile[0]) * -(-features // tile[1]) for outputs, features in shapes]
+    share = -(-sum(tiles) // programs)
+    return share, -(-max(tiles) // share)
 
 
 def _table_of(layers: Sequence[DenseLayer], block_rows: int) -> tuple[list[int], int, bool]:
@@ -162,7 +172,7 @@ def _table_of(layers: Sequence[DenseLayer], block_rows: int) -> tuple[list[int],
             float_pair(layer.tolerance, 0.0),
             end,
         )
-        end += _rounded_up(rows * outputs)
+        end += outputs * block_rows
         divisible |= features | input_stride | (inputs | weight_grad) >> 2
     return values, end, divisible & 3 == 0
 
@@ -189,12 +199,6 @@ def _checked_shape(layer: DenseLayer) -> tuple[int, int, int]:
     return rows, features, outputs
 
 
-def _tiles(layer: DenseLayer) -> int:
-    outputs, features = layer.weight_grad.shape
-    tiles: int = -(-outputs // _TILE_OUTPUTS.value) * -(-features // _TILE_FEATURES.value)
-    return tiles
-
-
 def _section(block_rows: int) -> int:
     """Floats of scratch per layer, the solution aside; as the kernels' own ``_*_at`` have it."""
     parts = _PARTS.value * (block_rows * block_rows + 2 * block_rows * _PROBES.value)
@@ -202,15 +206,11 @@ def _section(block_rows: int) -> int:
     return floats
 
 
-def _rounded_up(floats: int) -> int:
-    return (floats + 31) & ~31
-
-
 @triton.jit
 def _section_of(scratch, layer, BLOCK_N: tl.constexpr):
     """Where a layer's scratch begins: first the parts of the Gram matrix."""
     SECTION: tl.constexpr = _PARTS * (BLOCK_N * BLOCK_N + 2 * BLOCK_N * _PROBES) + _MOST_SHARES * _PROBES + _STATUS
-    return scratch + layer.to(tl.int64) * SECTION
+    return tl.multiple_of(scratch, 16) + layer.to(tl.int64) * SECTION
 
 
 @triton.jit
@@ -221,7 +221,7 @@ def _sums_at(section, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _found_at(section, BLOCK_N: tl.constexpr):
-    """The parts of ``u G v``."""
+    """The shares of ``u G v``."""
     return _sums_at(section, BLOCK_N) + _PARTS * 2 * BLOCK_N * _PROBES
 
 
@@ -256,21 +256,36 @@ def _chunk(columns):
     return tl.maximum(blocks, _LEAST_BLOCKS) * _SCAN_COLUMNS
 
 
-@triton.jit
-def _scan(table, scratch, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
-    """A program takes some columns of X, or of ΔZ: their share of ``X Xᵀ`` and of the probes."""
+@triton.jit(do_not_specialize=["table", "scratch", "bad", "parts", "share"])
+def _scan(
+    table,
+    scratch,
+    bad,
+    parts: tl.int32,
+    share: tl.int32,
+    TILE_O: tl.constexpr,
+    TILE_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     layer, program = tl.program_id(0), tl.program_id(1)
     entry = table + layer * _FIELDS
     section = _section_of(scratch, layer, BLOCK_N)
+    if program < 2 * parts:
+        _sum_part(entry, section, program % parts, program // parts, BLOCK_N, PRECISION)
+    else:
+        _probe(entry, _found_at(section, BLOCK_N), bad, program - 2 * parts, share, TILE_O, TILE_D, ALIGNED)
+
+
+@triton.jit
+def _sum_part(entry, section, part, family, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+    """Some columns of X (family 0) or of ΔZ (family 1): their share of ``X Xᵀ`` and of the probes."""
     shape, widths, more = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
     rows = low_int(shape)
-    parts = tl.num_programs(1) // 2
-    of_outputs = program >= parts
-    matrix = floats_at(tl.load(entry + of_outputs.to(tl.int32)))
-    columns = tl.where(of_outputs, low_int(widths), high_int(shape))
-    stride = tl.where(of_outputs, low_int(more), high_int(widths))
-    family = of_outputs.to(tl.uint32)
-    part = program % parts
+    matrix = floats_at(tl.load(entry + family))
+    columns = tl.where(family == 1, low_int(widths), high_int(shape))
+    stride = tl.where(family == 1, low_int(more), high_int(widths))
     chunk = _chunk(columns)
     start = part * chunk
     if start < columns:
@@ -282,79 +297,78 @@ def _scan(table, scratch, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
         row = matrix + n[:, None].to(tl.int64) * stride
         for first in range(start, tl.minimum(start + chunk, columns), _SCAN_COLUMNS):
             x = tl.load(row + (first + d)[None, :], (n < rows)[:, None] & (first + d < columns)[None, :], other=0.0)
-            signs = _sign(_random_bits(first + d, family)[:, None], probe[None, :])
+            signs = _sign(_random_bits(first + d, family.to(tl.uint32))[:, None], probe[None, :])
             gram = tl.dot(x, tl.trans(x), gram, input_precision=PRECISION)
             sums = tl.dot(x, signs, sums, input_precision=PRECISION)
-        if program < parts:
+        if family == 0:
             tl.store(section + part * BLOCK_N * BLOCK_N + n[:, None] * BLOCK_N + n[None, :], gram)
-        place = _sums_at(section, BLOCK_N) + (of_outputs.to(tl.int32) * _PARTS + part) * BLOCK_N * _PROBES
+        place = _sums_at(section, BLOCK_N) + (family * _PARTS + part) * BLOCK_N * _PROBES
         tl.store(place + n[:, None] * _PROBES + probe[None, :], sums, (probe < _PROBES)[None, :])
 
 
-@triton.jit(do_not_specialize=["solvers", "share"])
-def _solve_and_probe(
+@triton.jit(do_not_specialize=["table", "scratch", "bad", "share"])
+def _solve(
     table,
     scratch,
     bad,
-    solvers,
-    share,
+    share: tl.int32,
+    TILE_O: tl.constexpr,
+    TILE_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr,
 ):
+    """The first program of a layer looks at its probes, each other one solves for ``BLOCK_N`` of the outputs."""
     layer, program = tl.program_id(0), tl.program_id(1)
     entry = table + layer * _FIELDS
     section = _section_of(scratch, layer, BLOCK_N)
-    if program < solvers:
-        _solve(entry, section, scratch, bad, program, solvers, BLOCK_N, PRECISION)
-    else:
-        _probe(entry, _found_at(section, BLOCK_N), bad, program - solvers, share, ALIGNED)
+    if program == 0:
+        _compare(entry, section, share, TILE_O, TILE_D, BLOCK_N)
+    elif (program - 1) * BLOCK_N < low_int(tl.load(entry + 5)):
+        solution = scratch + tl.load(entry + 9)
+        _solve_outputs(entry, section, tl.multiple_of(solution, 16), bad, program - 1, BLOCK_N, PRECISION)
 
 
 @triton.jit
-def _solve(entry, section, scratch, bad, program, programs, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
-    """``A = K⁻¹ ΔZ`` for some of the outputs; every program factorises K for itself."""
+def _solve_outputs(entry, section, solution, bad, program, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+    """``A = K⁻¹ ΔZ`` for some of the outputs, stored output by output; every program factorises K for itself."""
     shape, widths, more = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
     rows, features, outputs = low_int(shape), high_int(shape), low_int(widths)
-    numbers = tl.load(entry + 7)
-    has_bias = tl.load(entry + 3) != 0
     n = tl.arange(0, BLOCK_N)
-    square = n[:, None] * BLOCK_N + n[None, :]
-    parts = tl.cdiv(features, _chunk(features))
-    gram = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
-    for part in tl.static_range(_PARTS):
-        gram += tl.load(
-            section + part * BLOCK_N * BLOCK_N + square, mask=n[:, None] < tl.where(part < parts, BLOCK_N, 0), other=0.0
-        )
-    inside = (n < rows)[:, None] & (n < rows)[None, :]
+    o = program * BLOCK_N + n
+    output_grads = floats_at(tl.load(entry + 1)) + n[:, None].to(tl.int64) * low_int(more)
+    wanted = tl.load(output_grads + o[None, :], (n < rows)[:, None] & (o < outputs)[None, :], other=0.0)
+    gram = _gram(section, rows, features, tl.load(entry + 3) != 0, BLOCK_N)
     on_diagonal = n[:, None] == n[None, :]
-    gram += tl.where(inside & has_bias, 1.0, 0.0)
     trace = tl.sum(tl.sum(tl.where(on_diagonal, gram, 0.0), 1), 0)
-    damping = low_float(numbers)
+    damping = low_float(tl.load(entry + 7))
     relative = tl.where(trace > 0, damping / rows.to(tl.float32) * trace, 1.0)
     level = tl.where((high_int(more) != 0) & (damping > 0), relative, damping)
-    K = gram + tl.where(on_diagonal, tl.where(inside, level, 1.0), 0.0)
+    K = gram + tl.where(on_diagonal, tl.where((n < rows)[:, None], level, 1.0), 0.0)
     V, pivots, ok = _factorised(K, rows, BLOCK_N)
-
-    finite = _is_finite(trace)
-    solution = floats_at(tl.load(entry + 9) * 4 + scratch.to(tl.int64))
-    output_grads = floats_at(tl.load(entry + 1))
-    for first in range(program * _SOLVE_OUTPUTS, outputs, programs * _SOLVE_OUTPUTS):
-        o = first + tl.arange(0, _SOLVE_OUTPUTS)
-        mask = (n < rows)[:, None] & (o < outputs)[None, :]
-        wanted = tl.load(output_grads + n[:, None].to(tl.int64) * low_int(more) + o[None, :], mask, other=0.0)
-        halfway = tl.dot(V, wanted, input_precision=PRECISION) / pivots[:, None]
-        A = tl.dot(tl.trans(V), halfway, input_precision=PRECISION)
-        finite = finite & ((ok == 0) | (tl.sum(tl.sum((_is_finite(A) == 0).to(tl.int32), 1), 0) == 0))
-        tl.store(solution + n[:, None].to(tl.int64) * outputs + o[None, :], A, mask)
-    if finite == 0:
+    halfway = tl.dot(V, wanted, input_precision=PRECISION) / pivots[:, None]
+    A = tl.dot(tl.trans(V), halfway, input_precision=PRECISION)
+    tl.store(solution + o[None, :].to(tl.int64) * BLOCK_N + n[:, None], A, (o < outputs)[None, :])
+    infinite = tl.sum(tl.sum((_is_finite(A) == 0).to(tl.int32), 1), 0)
+    if (_is_finite(trace) == 0) | (ok & (infinite > 0)):
         tl.store(bad, 1)
     if program == 0:
         status = _status_at(section, BLOCK_N)
         tl.store(status, trace)
         tl.store(status + 1, level)
         tl.store(status + 2, ok.to(tl.float32))
-        _store_expected(status, _sums_at(section, BLOCK_N), rows, features, outputs, has_bias, BLOCK_N)
+
+
+@triton.jit
+def _gram(section, rows, features, has_bias, BLOCK_N: tl.constexpr):
+    n = tl.arange(0, BLOCK_N)
+    square = section + n[:, None] * BLOCK_N + n[None, :]
+    parts = tl.cdiv(features, _chunk(features))
+    gram = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
+    for part in tl.static_range(_PARTS):
+        there = n[:, None] < tl.where(part < parts, BLOCK_N, 0)
+        gram += tl.load(square + part * BLOCK_N * BLOCK_N, mask=there, other=0.0)
+    inside = (n < rows)[:, None] & (n < rows)[None, :]
+    return gram + tl.where(inside & has_bias, 1.0, 0.0)
 
 
 @triton.jit
@@ -366,44 +380,87 @@ def _factorised(K, rows, BLOCK_N: tl.constexpr):
     of the entry that it came from says nothing about K, and fails.
     """
     n = tl.arange(0, BLOCK_N)
-    # Rows and pivots are vectors along the axis that one warp holds: finding a pivot needs no barrier.
-    pivots = tl.sum(tl.where(n[:, None] == n[None, :], K, 0.0), 0)
-    rounding = pivots * _ROUNDING
+    rounding = tl.sum(tl.where(n[:, None] == n[None, :], K, 0.0), 0) * _ROUNDING
     M = K  # from the left V grows over what is left to eliminate
-    for k in range(rows):
-        column = tl.sum(tl.where((n == k)[None, :], M, 0.0), 1)
-        row = tl.sum(tl.where((n == k)[:, None], M, 0.0), 0)
-        reciprocal = 1.0 / tl.sum(tl.where(n == k, pivots, 0.0), 0)
-        pivots -= tl.where(n > k, row * row * reciprocal, 0.0)
-        multipliers = tl.where(n > k, column * reciprocal, 0.0)[:, None]
-        M = tl.where((n == k)[None, :], -multipliers, M - multipliers * row[None, :])
+    pivots = tl.zeros((BLOCK_N,), tl.float32)
+    if BLOCK_N <= 32:
+        for k in tl.static_range(BLOCK_N):  # a known k makes most of a step vanish
+            M, pivots = _eliminated(M, pivots, k, BLOCK_N)
+    else:
+        for k in range(BLOCK_N):
+            M, pivots = _eliminated(M, pivots, k, BLOCK_N)
     ok = tl.min((pivots > rounding).to(tl.int32), 0) == 1
     V = tl.where(n[:, None] > n[None, :], M, tl.where(n[:, None] == n[None, :], 1.0, 0.0))
     return V, pivots, ok
 
 
 @triton.jit
-def _store_expected(status, sums, rows, features, outputs, has_bias, BLOCK_N: tl.constexpr):
-    """``(ΔZ u) · (X v)`` and ``‖ΔZ u‖ ‖X v‖`` of every probe."""
+def _eliminated(M, pivots, k, BLOCK_N: tl.constexpr):
+    """One step: row k is subtracted from those below, and what is left of column k gives way to V's."""
     n = tl.arange(0, BLOCK_N)
-    probe = tl.arange(0, _PROBES)
-    place = n[:, None] * _PROBES + probe[None, :]
-    bias_sign = _sign(_random_bits(features, 0), probe[None, :])
-    right = tl.where((n < rows)[:, None] & has_bias, bias_sign, 0.0)
-    left = tl.zeros((BLOCK_N, _PROBES), tl.float32)
-    right_parts = tl.cdiv(features, _chunk(features))
-    left_parts = tl.cdiv(outputs, _chunk(outputs))
-    for part in tl.static_range(_PARTS):
-        step = part * BLOCK_N * _PROBES
-        right += tl.load(sums + step + place, mask=n[:, None] < tl.where(part < right_parts, BLOCK_N, 0), other=0.0)
-        left_place = sums + _PARTS * BLOCK_N * _PROBES + step + place
-        left += tl.load(left_place, mask=n[:, None] < tl.where(part < left_parts, BLOCK_N, 0), other=0.0)
-    tl.store(status + 4 + probe, tl.sum(left * right, 0))
-    tl.store(status + 8 + probe, tl.sqrt(tl.sum(left * left, 0)) * tl.sqrt(tl.sum(right * right, 0)))
+    row = tl.sum(tl.where((n == k)[:, None], M, 0.0), 0)
+    pivot = tl.gather(row, n * 0 + k, 0)
+    multipliers = (row / pivot)[:, None]  # what is left is symmetric: the row is the column
+    row = tl.where(n == k, 1.0, row)[None, :]
+    left = tl.where((n == k)[None, :], 0.0, M)
+    return tl.where((n > k)[:, None], left - multipliers * row, M), tl.where(n == k, pivot, pivots)
 
 
 @triton.jit
-def _probe(entry, found, bad, program, share, ALIGNED: tl.constexpr):
+def _compare(entry, section, share, TILE_O: tl.constexpr, TILE_D: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The c with ``G = c ΔZᵀX`` by least squares over the probes, and whether most of them say that there is none."""
+    shape = tl.load(entry + 4)
+    rows, features, outputs = low_int(shape), high_int(shape), low_int(tl.load(entry + 5))
+    tolerance = low_float(tl.load(entry + 8))
+    probe = tl.arange(0, _PROBES)
+    found = _found(_found_at(section, BLOCK_N), tl.cdiv(tl.cdiv(features, TILE_D) * tl.cdiv(outputs, TILE_O), share))
+    sums = _sums_at(section, BLOCK_N)
+    right = _summed(sums, features, BLOCK_N)
+    n = tl.arange(0, BLOCK_N)
+    has_one = n < tl.where(tl.load(entry + 3) != 0, rows, 0)
+    right += tl.where(has_one[:, None], _sign(_random_bits(features, 0), probe[None, :]), 0.0)
+    left = _summed(sums + _PARTS * BLOCK_N * _PROBES, outputs, BLOCK_N)
+    expected = tl.sum(left * right, 0)
+    sizes = tl.sqrt(tl.sum(left * left, 0)) * tl.sqrt(tl.sum(right * right, 0))
+    largest = tl.max(tl.abs(expected), 0)
+    unit = 1.0 / tl.where(largest > 0, largest, 1.0)  # squares of small numbers would vanish
+    squared = tl.sum(expected * unit * (expected * unit), 0)
+    factor = tl.where(squared > 0, tl.sum(found * unit * (expected * unit), 0) / squared, 1.0)
+    off = tl.abs(found - factor * expected) > tolerance * tl.abs(factor) * sizes
+    status = _status_at(section, BLOCK_N)
+    tl.store(status + 3, factor)
+    tl.store(status + 4, (tl.sum(off.to(tl.int32), 0) > _PROBES // 2).to(tl.float32))
+
+
+@triton.jit
+def _found(shares, number):
+    """``u G v`` of every probe."""
+    probe = tl.arange(0, _PROBES)
+    i = tl.arange(0, 64)
+    sums = tl.zeros((64, _PROBES), tl.float32)
+    for first in range(0, number, 64):
+        place = (first + i)[:, None] * _PROBES + probe[None, :]
+        sums += tl.load(shares + place, (first + i < number)[:, None], other=0.0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def _summed(parts, columns, BLOCK_N: tl.constexpr):
+    """``X v`` or ``ΔZ u`` of every probe."""
+    n = tl.arange(0, BLOCK_N)
+    place = n[:, None] * _PROBES + tl.arange(0, _PROBES)[None, :]
+    number = tl.cdiv(columns, _chunk(columns))
+    sums = tl.zeros((BLOCK_N, _PROBES), tl.float32)
+    for part in tl.static_range(_PARTS):
+        there = n[:, None] < tl.where(part < number, BLOCK_N, 0)
+        sums += tl.load(parts + part * BLOCK_N * _PROBES + place, mask=there, other=0.0)
+    return sums
+
+
+@triton.jit
+def _probe(
+    entry, found, bad, program, share, TILE_O: tl.constexpr, TILE_D: tl.constexpr, ALIGNED: tl.constexpr
+):
     """This program's share of ``u G v`` for every probe: some tiles of the gradient, each read once."""
     outputs, features = low_int(tl.load(entry + 5)), high_int(tl.load(entry + 4))
     bias_address = tl.load(entry + 3)
@@ -411,21 +468,21 @@ def _probe(entry, found, bad, program, share, ALIGNED: tl.constexpr):
     if ALIGNED:
         gradient = tl.multiple_of(gradient, 16)
         features = tl.multiple_of(features, 4)
-    tiles_across = tl.cdiv(features, _TILE_FEATURES)
-    tiles = tiles_across * tl.cdiv(outputs, _TILE_OUTPUTS)
+    tiles_across = tl.cdiv(features, TILE_D)
+    tiles = tiles_across * tl.cdiv(outputs, TILE_O)
     programs = tl.cdiv(tiles, share)
-    sum_0 = tl.zeros((_STRIP, _TILE_FEATURES), tl.float32)
-    sum_1 = tl.zeros((_STRIP, _TILE_FEATURES), tl.float32)
-    sum_2 = tl.zeros((_STRIP, _TILE_FEATURES), tl.float32)
-    sum_3 = tl.zeros((_STRIP, _TILE_FEATURES), tl.float32)
+    sum_0 = tl.zeros((_STRIP, TILE_D), tl.float32)
+    sum_1 = tl.zeros((_STRIP, TILE_D), tl.float32)
+    sum_2 = tl.zeros((_STRIP, TILE_D), tl.float32)
+    sum_3 = tl.zeros((_STRIP, TILE_D), tl.float32)
     for tile in range(program, tl.where(program < programs, tiles, 0), programs):
-        d = tile % tiles_across * _TILE_FEATURES + tl.arange(0, _TILE_FEATURES)
-        part_0 = tl.zeros((_STRIP, _TILE_FEATURES), tl.float32)
-        part_1 = tl.zeros((_STRIP, _TILE_FEATURES), tl.float32)
-        part_2 = tl.zeros((_STRIP, _TILE_FEATURES), tl.float32)
-        part_3 = tl.zeros((_STRIP, _TILE_FEATURES), tl.float32)
-        for strip in tl.static_range(0, _TILE_OUTPUTS, _STRIP):
-            o = tile // tiles_across * _TILE_OUTPUTS + strip + tl.arange(0, _STRIP)
+        d = tile % tiles_across * TILE_D + tl.arange(0, TILE_D)
+        part_0 = tl.zeros((_STRIP, TILE_D), tl.float32)
+        part_1 = tl.zeros((_STRIP, TILE_D), tl.float32)
+        part_2 = tl.zeros((_STRIP, TILE_D), tl.float32)
+        part_3 = tl.zeros((_STRIP, TILE_D), tl.float32)
+        for strip in tl.static_range(0, TILE_O, _STRIP):
+            o = tile // tiles_across * TILE_O + strip + tl.arange(0, _STRIP)
             place = o[:, None].to(tl.int64) * features + d[None, :]
             g = tl.load(gradient + place, (o < outputs)[:, None] & (d < features)[None, :], other=0.0)
             u = _random_bits(o, 1)
@@ -462,13 +519,15 @@ def _probed_bias(bias_grad, features, outputs):
     return tl.sum(sums, 0) * _sign(_random_bits(features, 0), probe)
 
 
-@triton.jit(do_not_specialize=["share"])
+@triton.jit(do_not_specialize=["table", "scratch", "bad", "counts", "share"])
 def _write(
     table,
     scratch,
     bad,
     counts,
-    share,
+    share: tl.int32,
+    TILE_O: tl.constexpr,
+    TILE_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -478,23 +537,22 @@ def _write(
     entry = table + layer * _FIELDS
     shape, widths = tl.load(entry + 4), tl.load(entry + 5)
     rows, features, outputs, input_stride = low_int(shape), high_int(shape), low_int(widths), high_int(widths)
-    tiles_across = tl.cdiv(features, _TILE_FEATURES)
-    tiles = tiles_across * tl.cdiv(outputs, _TILE_OUTPUTS)
+    tiles_across = tl.cdiv(features, TILE_D)
+    tiles = tiles_across * tl.cdiv(outputs, TILE_O)
     programs = tl.cdiv(tiles, share)
     if program >= programs:
         return
     inputs, gradient = floats_at(tl.load(entry)), floats_at(tl.load(entry + 2))
     bias_address = tl.load(entry + 3)
     bias_grad = floats_at(bias_address)
-    solution = floats_at(tl.load(entry + 9) * 4 + scratch.to(tl.int64))
+    solution = tl.multiple_of(scratch + tl.load(entry + 9), 16)
     scale = high_float(tl.load(entry + 7))
     is_bad = tl.load(bad) != 0
-    section = _section_of(scratch, layer, BLOCK_N)
-    status = _status_at(section, BLOCK_N)
-    found = _found_at(section, BLOCK_N)
-    factor, edited = _compare(status, found, programs, low_float(tl.load(entry + 8)))
-    ok = tl.load(status + 2) != 0
+    status = _status_at(_section_of(scratch, layer, BLOCK_N), BLOCK_N)
     shortening = scale / (tl.load(status) + tl.load(status + 1))
+    ok = tl.load(status + 2) != 0
+    factor = tl.load(status + 3)
+    edited = tl.load(status + 4) != 0
     if (program == 0) & (is_bad == 0):
         tl.atomic_add(counts, (ok == 0).to(tl.int64))
         tl.atomic_add(counts + 1, edited.to(tl.int64))
@@ -506,44 +564,24 @@ def _write(
         input_stride = tl.multiple_of(input_stride, 4)
     n = tl.arange(0, BLOCK_N)
     for tile in range(program, tiles, programs):
-        o = tile // tiles_across * _TILE_OUTPUTS + tl.arange(0, _TILE_OUTPUTS)
-        d = tile % tiles_across * _TILE_FEATURES + tl.arange(0, _TILE_FEATURES)
+        o = tile // tiles_across * TILE_O + tl.arange(0, TILE_O)
+        d = tile % tiles_across * TILE_D + tl.arange(0, TILE_D)
         mask = (o < outputs)[:, None] & (d < features)[None, :]
         place = gradient + o[:, None].to(tl.int64) * features + d[None, :]
         has_bias = o < tl.where((bias_address != 0) & (tile % tiles_across == 0), outputs, 0)
         if is_bad:
-            tl.store(place, tl.zeros((_TILE_OUTPUTS, _TILE_FEATURES), tl.float32), mask)
-            tl.store(bias_grad + o, tl.zeros((_TILE_OUTPUTS,), tl.float32), has_bias)
+            tl.store(place, tl.zeros((TILE_O, TILE_D), tl.float32), mask)
+            tl.store(bias_grad + o, tl.zeros((TILE_O,), tl.float32), has_bias)
         elif edited | (ok == 0):
             tl.store(place, tl.load(place, mask, other=0.0) * shortening, mask)
             tl.store(bias_grad + o, tl.load(bias_grad + o, has_bias, other=0.0) * shortening, has_bias)
         else:
-            row = n.to(tl.int64)
-            A = tl.load(
-                solution + row[None, :] * outputs + o[:, None], (n < rows)[None, :] & (o < outputs)[:, None], other=0.0
-            )
+            A = tl.load(solution + o[:, None].to(tl.int64) * BLOCK_N + n[None, :], (o < outputs)[:, None], other=0.0)
             X = tl.load(
-                inputs + row[:, None] * input_stride + d[None, :],
+                inputs + n[:, None].to(tl.int64) * input_stride + d[None, :],
                 (n < rows)[:, None] & (d < features)[None, :],
                 other=0.0,
             )
             A = A * (factor * scale)
             tl.store(place, tl.dot(A, X, input_precision=PRECISION), mask)
             tl.store(bias_grad + o, tl.sum(A, 1), has_bias)
-
-
-@triton.jit
-def _compare(status, found, parts, tolerance):
-    """The c with ``G = c ΔZᵀX`` by least squares over the probes, and whether most of them say that there is none."""
-    probe = tl.arange(0, _PROBES)
-    part = tl.arange(0, _MOST_SHARES)
-    place = part[:, None] * _PROBES + probe[None, :]
-    found = tl.sum(tl.load(found + place, mask=place < parts * _PROBES, other=0.0), 0)
-    expected = tl.load(status + 4 + probe)
-    sizes = tl.load(status + 8 + probe)
-    largest = tl.max(tl.abs(expected), 0)
-    unit = 1.0 / tl.where(largest > 0, largest, 1.0)  # squares of small numbers would vanish
-    squared = tl.sum(expected * unit * (expected * unit), 0)
-    factor = tl.where(squared > 0, tl.sum(found * unit * (expected * unit), 0) / squared, 1.0)
-    off = tl.abs(found - factor * expected) > tolerance * tl.abs(factor) * sizes
-    return factor, tl.sum(off.to(tl.int32), 0) > _PROBES // 2

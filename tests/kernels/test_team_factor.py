@@ -1,0 +1,152 @@
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from consequent.kernels.team_factor import LARGEST, inverse_factor
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy in the interpreter, about NaN
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = DEVICE == "cpu"
+EPS = torch.finfo(torch.float32).eps
+SIZES = [1, 2, 17, 28, 31, 32, 33, 65, 145]
+LARGE_SIZES = [289, 577, 600, 1000, LARGEST]
+
+
+def moment_of(size, condition, seed=0):
+    """A moment of the given condition number, in units far from 1."""
+    generator = torch.Generator().manual_seed(size + seed)
+    vectors, _ = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator))
+    moment = 50 * (vectors * torch.logspace(0, -torch.tensor(float(condition)).log10(), size)) @ vectors.T
+    return ((moment + moment.T) / 2).float().to(DEVICE)
+
+
+def check_factor(moment, W, status, level):
+    size = len(moment)
+    assert W.shape == moment.shape
+    assert W.is_contiguous()
+    assert torch.equal(W, W.tril())
+    W, moment, status = W.cpu().double(), moment.cpu().double(), status.cpu().double()
+    damped = moment + level * torch.eye(size)
+    eigenvalues = torch.linalg.eigvalsh(damped)
+    condition = (eigenvalues[-1] / eigenvalues[0]).item()
+    assert status[0].item() == pytest.approx(moment.trace().item(), rel=1e-5)
+    assert status[1].item() == pytest.approx(level, rel=1e-5)
+    assert status[2].item() == 1
+    pivots = torch.linalg.cholesky(damped).diagonal().square()
+    smallest = (pivots.min() / damped.diagonal().max()).item()
+    assert status[3].item() == pytest.approx(smallest, rel=max(1e-4, 10 * EPS * condition))
+
+    unit = W @ damped @ W.T - torch.eye(size)
+    assert torch.linalg.matrix_norm(unit, 2) <= 10 * EPS * condition + 10 * EPS
+    gradient = torch.randn(5, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = torch.linalg.solve(damped, gradient.T).T
+    assert (gradient @ W.T @ W - expected).norm() <= (10 * EPS * condition + 10 * EPS) * expected.norm()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_factor(size):
+    moment = moment_of(size, 1e3)
+    before = moment.clone()
+    W, status = inverse_factor(moment, 0.01)
+    check_factor(moment, W, status, 0.01)
+    assert torch.equal(moment, before)
+
+
+@pytest.mark.parametrize("size", [30, 70])
+@pytest.mark.parametrize("condition", [1.0, 1e5])
+def test_conditions(size, condition):
+    moment = moment_of(size, condition)
+    W, status = inverse_factor(moment, 0.0)
+    check_factor(moment, W, status, 0.0)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="too slow in the interpreter")
+@pytest.mark.parametrize("size", LARGE_SIZES)
+@pytest.mark.parametrize("condition", [10.0, 1e5])
+def test_large_factor(size, condition):
+    moment = moment_of(size, condition)
+    W, status = inverse_factor(moment, 1e-4)
+    check_factor(moment, W, status, 1e-4)
+    for _ in range(20):  # a race would not show every time
+        assert torch.equal(inverse_factor(moment, 1e-4)[0], W)
+
+
+def test_large_factor_of_three_tiles():
+    moment = moment_of(289, 1e4)
+    W, status = inverse_factor(moment, 1e-3)
+    check_factor(moment, W, status, 1e-3)
+
+
+def test_relative_damping():
+    moment = moment_of(33, 1e3)
+    W, status = inverse_factor(moment, 0.1, rows=40)
+    check_factor(moment, W, status, 0.1 / 40 * moment.trace().item())
+
+
+def test_relative_damping_of_nothing_is_one():
+    W, status = inverse_factor(torch.zeros(5, 5, device=DEVICE), 0.1, rows=40)
+    assert torch.equal(W.cpu(), torch.eye(5))
+    assert status.tolist() == [0, 1, 1, 1]
+
+
+def test_several_matrices_at_once():
+    moments = torch.stack([moment_of(37, 1e2, seed) for seed in range(3)])
+    W, status = inverse_factor(moments, 0.5)
+    for each in range(3):
+        check_factor(moments[each], W[each], status[each], 0.5)
+
+
+def test_strides_do_not_matter():
+    moment = moment_of(20, 10)
+    padded = torch.zeros(20, 30, device=DEVICE)
+    padded[:, :20] = moment
+    W, status = inverse_factor(padded[:, :20], 0.1)
+    check_factor(moment, W, status, 0.1)
+
+
+@pytest.mark.parametrize("place", [0, 20, 69])
+def test_a_failure_is_told(place):
+    moment = moment_of(70, 10)
+    moment[place, place] = -1.0
+    _, status = inverse_factor(moment, 0.0)
+    assert status[2] == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [(50, 50), (60, 3)])
+def test_what_is_not_finite_is_told(bad, place):
+    moment = moment_of(70, 10)
+    moment[place] = moment[place[::-1]] = bad
+    _, status = inverse_factor(moment, 0.1)
+    assert status[2] == 0
+
+
+def test_a_singular_moment_without_damping():
+    rows = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    _, status = inverse_factor(rows.T @ rows, 0.0)
+    assert status[2] == 0 or status[3] < 1e-5
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(TypeError, match="float64"):
+        inverse_factor(torch.eye(2, dtype=torch.float64, device=DEVICE), 0.1)
+    with pytest.raises(ValueError, match="not empty"):
+        inverse_factor(torch.ones(2, 3, device=DEVICE), 0.1)
+    with pytest.raises(ValueError, match="not empty"):
+        inverse_factor(torch.ones(0, 0, device=DEVICE), 0.1)
+    with pytest.raises(ValueError, match="too large"):
+        inverse_factor(torch.eye(LARGEST + 1, device=DEVICE), 0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+def test_capture():
+    moment = moment_of(145, 100)
+    W, status = inverse_factor(moment, 0.1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured_W, captured_status = inverse_factor(moment, 0.1)
+    graph.replay()
+    assert torch.equal(W, captured_W)
+    assert torch.equal(status, captured_status)
