@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from consequent import kernels
 from consequent.moments import second_moments
 from consequent.record import Factor, Record
+from consequent.ridge import add_to_diagonal
 from consequent.settings import Damping
 
 STREAMS = 8  # groups of layers that are worked at side by side
@@ -67,9 +68,11 @@ class Ahead:
         with self._beside(inputs):
             moments = second_moments(uses[0].layer, inputs, ones=uses[0].bias is not None)
             all_complete = all(record.usual_uses == 1 for record in records)
-            factor = _factorise(moments, self._damping, records[0].rows) if all_complete else None
-            for place, record in enumerate(records):
-                record.reduce_to(moments[place], None if factor is None else factor.of(place))
+            factors: list[Factor] | list[None] = [None] * len(records)
+            if all_complete:
+                factors = _factorise(moments, self._damping, records[0].rows)
+            for record, moment, factor in zip(records, moments, factors, strict=True):
+                record.reduce_to(moment, factor)
 
     def join(self) -> None:
         """Let the current stream wait for all that was added; the host does not wait."""
@@ -109,11 +112,16 @@ def _kind_of(record: Record) -> Hashable:
     return (has_bias, geometry)
 
 
-def _factorise(moments: Tensor, damping: Damping, rows: int) -> Factor | None:
-    """The factors of moments ``[layers, 1, D, D]``, where there is a kernel for their size."""
+def _factorise(moments: Tensor, damping: Damping, rows: int) -> list[Factor]:
+    """The factors of moments ``[layers, groups, D, D]``."""
     from consequent.kernels.factor import LARGEST, inverse_factor
 
-    if moments.dtype != torch.float32 or moments.shape[1] != 1 or not 0 < moments.shape[-1] <= LARGEST:
-        return None
-    inverse, status = inverse_factor(moments[:, 0], damping.value, rows=rows if damping.relative else None)
-    return Factor(inverse, status, damping)
+    if moments.dtype == torch.float32 and moments.shape[1] == 1 and 0 < moments.shape[-1] <= LARGEST:
+        inverses, statuses = inverse_factor(moments[:, 0], damping.value, rows=rows if damping.relative else None)
+        return [Factor(damping, inverse, status) for inverse, status in zip(inverses, statuses, strict=True)]
+    factors = []
+    for moment in moments:
+        level = damping.absolute(moment.diagonal(dim1=-2, dim2=-1).sum(-1), rows)
+        lower, info = torch.linalg.cholesky_ex(add_to_diagonal(moment, level))
+        factors.append(Factor(damping, lower=lower, info=info))
+    return factors

@@ -44,7 +44,8 @@ class FusedStep:
         grads = _grads_of_one_layer(record)
         if grads is None or damping.value == 0 or record.weight.device != self.device:
             return False
-        if record.factor is not None and record.factor.damping == damping and not record.uses:
+        factor = record.factor
+        if factor is not None and factor.damping == damping and factor.inverse is not None and not record.uses:
             self._take_features(record, *grads, scale)
         elif record.moment is not None or not self._take_dense(record, *grads, damping, scale):
             return False
@@ -53,8 +54,10 @@ class FusedStep:
     def _take_features(self, record: Record, weight_grad: Tensor, bias_grad: Tensor | None, scale: float) -> None:
         from consequent.kernels.features import FeatureLayer
 
-        assert record.factor is not None
         factor = record.factor
+        assert factor is not None
+        assert factor.inverse is not None
+        assert factor.status is not None
         self._features.append(FeatureLayer(weight_grad, bias_grad, factor.inverse, factor.status, scale))
         self.sides[record] = "features"
 

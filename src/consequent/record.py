@@ -53,15 +53,15 @@ class Use:
 
 @dataclass
 class Factor:
-    """``W = L⁻¹`` of a second moment ``S + λI = L Lᵀ`` that was factorised ahead."""
+    """A second moment ``S + λI = L Lᵀ`` that was factorised ahead: the inverse of L, or L itself where it is large."""
 
-    inverse: Tensor  # [D, D], lower triangular
-    status: Tensor  # [4]: trace of S, λ, whether it could be factorised, smallest pivot over largest entry
     damping: Damping  # that was in force
-
-    def of(self, place: int) -> "Factor":
-        """One of several: they were computed together."""
-        return Factor(self.inverse[place], self.status[place], self.damping)
+    inverse: Tensor | None = None  # [D, D], lower triangular
+    status: Tensor | None = (
+        None  # [4]: trace of S, λ, whether it could be factorised, smallest pivot over largest entry
+    )
+    lower: Tensor | None = None  # [1, D, D]
+    info: Tensor | None = None  # [1]: not 0 if it could not be factorised
 
 
 @dataclass(eq=False)

@@ -102,9 +102,9 @@ def consequential_gradient(
 
 def _solve_on(side: str, inputs: Tensor, output_grads: Tensor, damping: float) -> Tensor:
     if side == "samples":
-        factor = torch.linalg.cholesky(_add_to_diagonal(inputs @ inputs.mT, damping))
+        factor = torch.linalg.cholesky(add_to_diagonal(inputs @ inputs.mT, damping))
         return torch.cholesky_solve(output_grads, factor).mT @ inputs
-    factor = torch.linalg.cholesky(_add_to_diagonal(inputs.mT @ inputs, damping))
+    factor = torch.linalg.cholesky(add_to_diagonal(inputs.mT @ inputs, damping))
     return torch.cholesky_solve(inputs.mT @ output_grads, factor).mT
 
 
@@ -113,12 +113,18 @@ class Solved:
     """What :func:`damped_solve_or_fall_back` found. Counts are tensors where asking for them would wait for a GPU."""
 
     solution: Tensor
-    doubtful: int | Tensor = 0  # factorisations that succeeded with hardly a correct digit left
     rescued: int | Tensor = 0  # that failed, and were repeated in float64
     fallen_back: int | Tensor = 0  # that failed there too
 
 
-def damped_solve_or_fall_back(matrix: Tensor, right: Tensor, damping: float | Tensor, *, may_wait: bool) -> Solved:
+def damped_solve_or_fall_back(
+    matrix: Tensor,
+    right: Tensor,
+    damping: float | Tensor,
+    *,
+    may_wait: bool,
+    factorised: tuple[Tensor, Tensor] | None = None,
+) -> Solved:
     """``(matrix + λI)⁻¹ right`` by Cholesky, for use inside a training step: never raises.
 
     A matrix that cannot be factorised is repeated in float64 (see :func:`_solve_beyond_rounding`). If that fails as
@@ -132,16 +138,16 @@ def damped_solve_or_fall_back(matrix: Tensor, right: Tensor, damping: float | Te
         damping: λ, a number or a tensor that broadcasts with ``[..., 1, 1]``.
         may_wait: whether the host may look at the outcome. If not (a GPU in full flight), there is no retry in
             float64 and the choice is made on the device.
+        factorised: what ``torch.linalg.cholesky_ex`` gave for ``matrix + λI``, if it was asked already.
     """
-    damped = _add_to_diagonal(matrix, damping)
-    factor, info = torch.linalg.cholesky_ex(damped)
+    factor, info = factorised or torch.linalg.cholesky_ex(add_to_diagonal(matrix, damping))
     failed = info > 0
     solution = torch.cholesky_solve(right, factor)
     if not may_wait:
         chosen = torch.where(failed[..., None, None], _shortened(matrix, right, damping), solution)
         return Solved(chosen, fallen_back=failed.sum())
     if not failed.any():
-        return Solved(solution, doubtful=int(_is_doubtful(damped, factor).sum()))
+        return Solved(solution)
     try:
         return Solved(_solve_beyond_rounding(matrix, right, damping), rescued=int(failed.sum()))
     except LinAlgError:
@@ -163,15 +169,6 @@ def quick_solve(matrix: Tensor, right: Tensor, damping: float | Tensor) -> Tenso
     if smallest < _FEW_DIGITS * torch.finfo(matrix.dtype).eps * largest:
         return None
     return torch.cholesky_solve(right, factor)
-
-
-def _is_doubtful(damped: Tensor, factor: Tensor) -> Tensor:
-    """Whether less than about three digits are left: the smallest pivot is near the rounding of the largest entry."""
-    if damped.shape[-1] == 0:
-        return damped.new_zeros(damped.shape[:-2], dtype=torch.bool)
-    smallest_pivot = factor.diagonal(dim1=-2, dim2=-1).amin(-1).square()
-    largest = damped.diagonal(dim1=-2, dim2=-1).amax(-1)
-    return smallest_pivot < _FEW_DIGITS * torch.finfo(damped.dtype).eps * largest
 
 
 def _solve_beyond_rounding(matrix: Tensor, right: Tensor, damping: float | Tensor) -> Tensor:
@@ -221,7 +218,8 @@ def _trace(matrix: Tensor) -> Tensor:
     return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
 
 
-def _add_to_diagonal(matrix: Tensor, damping: float | Tensor) -> Tensor:
+def add_to_diagonal(matrix: Tensor, damping: float | Tensor) -> Tensor:
+    """``matrix + λI``; λ is a number or broadcasts with ``[..., 1, 1]``."""
     damped = matrix.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(damping[..., 0] if isinstance(damping, Tensor) else damping)
     return damped

@@ -85,7 +85,13 @@ def _on_feature_side(record: Record, damping: Damping, *, may_wait: bool) -> Upd
         pseudo_inverse = torch.linalg.pinv(moment.double(), hermitian=True)
         return Update(record, "features", finite, (gradient.double() @ pseudo_inverse).to(gradient.dtype))
     level = damping.absolute(trace, record.rows)
-    solved = damped_solve_or_fall_back(moment, gradient.mT, level, may_wait=may_wait)
+    factorised = None
+    factor = record.factor
+    if factor is not None and factor.damping == damping and factor.lower is not None and factor.info is not None:
+        factorised = factor.lower, factor.info
+    if len(columns) < record.columns:
+        factorised = None  # of another matrix
+    solved = damped_solve_or_fall_back(moment, gradient.mT, level, may_wait=may_wait, factorised=factorised)
     finite = finite & solved.solution.sum().isfinite()
     return Update(
         record,
