@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Protocol
 
-LAB_PACKAGES = ("matplotlib", "numpy", "rich", "sklearn", "tyro")
+LAB_PACKAGES = ("rich", "tyro")  # of every command; some need more
 
 
 class Command(Protocol):
@@ -35,12 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     missing = [name for name in LAB_PACKAGES if find_spec(name) is None]
     if missing:
-        print(
-            f"consequent: the command line needs {', '.join(missing)}. Install what is missing with\n"
-            "    pip install 'consequent[lab]'",
-            file=sys.stderr,
-        )
-        return 1
+        return _say_what_is_missing(missing)
     import tyro
 
     try:
@@ -51,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             args=arguments,
         )
         command.run()
+    except ModuleNotFoundError as error:
+        return _say_what_is_missing([error.name or str(error)])
     except (ValueError, OSError) as error:
         print(f"consequent: {error}", file=sys.stderr)
         return 1
@@ -58,6 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("consequent: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _say_what_is_missing(packages: list[str]) -> int:
+    print(
+        f"consequent: this needs {', '.join(packages)}. Install what is missing with\n"
+        "    pip install 'consequent[lab]'",
+        file=sys.stderr,
+    )
+    return 1
 
 
 if __name__ == "__main__":

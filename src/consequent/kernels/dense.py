@@ -8,8 +8,8 @@ which do the same with a few dozen torch calls per layer.
 =========  ===========================================================================================================
 launch     what its programs do
 =========  ===========================================================================================================
-``scan``   some sum up parts of ``X Xᵀ`` and of the probes ``X v`` and ``ΔZ u``; the others meanwhile read the gradient G
-           for the probes ``u G v``
+``scan``   some sum up parts of ``X Xᵀ`` and of the probes ``X v`` and ``ΔZ u``; the others meanwhile read the
+           gradient G for the probes ``u G v``
 ``solve``  one finds c from the probes; the others factorise K, each a single warp, and compute A for some outputs
 ``write``  ``s c Aᵀ X`` over all tiles of all gradients
 =========  ===========================================================================================================
@@ -28,12 +28,14 @@ from torch import Tensor
 
 from consequent.kernels.launch import launch
 from consequent.kernels.table import (
+    aligned_floats_at,
     device_guard,
     device_table,
     float_pair,
     floats_at,
     high_float,
     high_int,
+    in_fours,
     int_pair,
     low_float,
     low_int,
@@ -56,10 +58,11 @@ _NO_SUM_OVERFLOWS = tl.constexpr(1e36)  # sums of a hundred such numbers are fin
 _ROUNDING = tl.constexpr(
     4 * torch.finfo(torch.float32).eps
 )  # of one step of elimination, approximate divisions included
-_PROBE_TILE, _WRITE_TILE = (64, 128), (64, 128)  # outputs, features
-_PROBE_WARPS, _WRITE_WARPS = 4, 4
+_PROBE_TILE, _WRITE_TILE = (64, 128), (64, 64)  # outputs, features
+_SCAN_OPTIONS = {"num_warps": 4, "num_stages": 1}
+_WRITE_OPTIONS = {"num_warps": 4, "num_stages": 1}
 _PROBERS = _MOST_SHARES.value  # programs for all gradients together: about what a large GPU runs at once
-_WRITERS = 8192
+_WRITERS = 528
 
 
 class DenseLayer(NamedTuple):
@@ -110,7 +113,7 @@ def prepare_dense(layers: Sequence[DenseLayer], bad: Tensor) -> PreparedDense:
                 (len(layers), 2 * parts + probers, 1),
                 (table, scratch, bad, parts, share),
                 (*_PROBE_TILE, block_rows, PRECISION, aligned),
-                num_warps=_PROBE_WARPS,
+                **_SCAN_OPTIONS,
             )
             launch(
                 _solve,
@@ -139,7 +142,7 @@ def write_dense(prepared: PreparedDense, counts: Tensor) -> None:
             (len(prepared.layers), writers, 1),
             (prepared.table, prepared.scratch, prepared.bad, counts, share),
             (*_WRITE_TILE, prepared.block_rows, PRECISION, prepared.aligned),
-            num_warps=_WRITE_WARPS,
+            **_WRITE_OPTIONS,
         )
 
 
@@ -210,7 +213,7 @@ def _section(block_rows: int) -> int:
 def _section_of(scratch, layer, BLOCK_N: tl.constexpr):
     """Where a layer's scratch begins: first the parts of the Gram matrix."""
     SECTION: tl.constexpr = _PARTS * (BLOCK_N * BLOCK_N + 2 * BLOCK_N * _PROBES) + _MOST_SHARES * _PROBES + _STATUS
-    return tl.multiple_of(scratch, 16) + layer.to(tl.int64) * SECTION
+    return scratch + layer.to(tl.int64) * SECTION
 
 
 @triton.jit
@@ -291,8 +294,8 @@ def _sum_part(entry, section, part, family, BLOCK_N: tl.constexpr, PRECISION: tl
     if start < columns:
         n = tl.arange(0, BLOCK_N)
         d = tl.arange(0, _SCAN_COLUMNS)
-        probe = tl.arange(0, 16)  # more than are used: the least a product takes
         gram = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
+        probe = tl.arange(0, 16)  # more than are used: the least a product takes
         sums = tl.zeros((BLOCK_N, 16), tl.float32)
         row = matrix + n[:, None].to(tl.int64) * stride
         for first in range(start, tl.minimum(start + chunk, columns), _SCAN_COLUMNS):
@@ -324,8 +327,8 @@ def _solve(
     if program == 0:
         _compare(entry, section, share, TILE_O, TILE_D, BLOCK_N)
     elif (program - 1) * BLOCK_N < low_int(tl.load(entry + 5)):
-        solution = scratch + tl.load(entry + 9)
-        _solve_outputs(entry, section, tl.multiple_of(solution, 16), bad, program - 1, BLOCK_N, PRECISION)
+        solution = aligned_floats_at(tl.load(entry + 9) * 4 + scratch.to(tl.int64))
+        _solve_outputs(entry, section, solution, bad, program - 1, BLOCK_N, PRECISION)
 
 
 @triton.jit
@@ -458,16 +461,14 @@ def _summed(parts, columns, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _probe(
-    entry, found, bad, program, share, TILE_O: tl.constexpr, TILE_D: tl.constexpr, ALIGNED: tl.constexpr
-):
+def _probe(entry, found, bad, program, share, TILE_O: tl.constexpr, TILE_D: tl.constexpr, ALIGNED: tl.constexpr):
     """This program's share of ``u G v`` for every probe: some tiles of the gradient, each read once."""
     outputs, features = low_int(tl.load(entry + 5)), high_int(tl.load(entry + 4))
     bias_address = tl.load(entry + 3)
     gradient = floats_at(tl.load(entry + 2))
     if ALIGNED:
-        gradient = tl.multiple_of(gradient, 16)
-        features = tl.multiple_of(features, 4)
+        gradient = aligned_floats_at(tl.load(entry + 2))
+        features = in_fours(features)
     tiles_across = tl.cdiv(features, TILE_D)
     tiles = tiles_across * tl.cdiv(outputs, TILE_O)
     programs = tl.cdiv(tiles, share)
@@ -545,7 +546,7 @@ def _write(
     inputs, gradient = floats_at(tl.load(entry)), floats_at(tl.load(entry + 2))
     bias_address = tl.load(entry + 3)
     bias_grad = floats_at(bias_address)
-    solution = tl.multiple_of(scratch + tl.load(entry + 9), 16)
+    solution = aligned_floats_at(tl.load(entry + 9) * 4 + scratch.to(tl.int64))
     scale = high_float(tl.load(entry + 7))
     is_bad = tl.load(bad) != 0
     status = _status_at(_section_of(scratch, layer, BLOCK_N), BLOCK_N)
@@ -558,10 +559,8 @@ def _write(
         tl.atomic_add(counts + 1, edited.to(tl.int64))
 
     if ALIGNED:
-        inputs = tl.multiple_of(inputs, 16)
-        gradient = tl.multiple_of(gradient, 16)
-        features = tl.multiple_of(features, 4)
-        input_stride = tl.multiple_of(input_stride, 4)
+        inputs, gradient = aligned_floats_at(tl.load(entry)), aligned_floats_at(tl.load(entry + 2))
+        features, input_stride = in_fours(features), in_fours(input_stride)
     n = tl.arange(0, BLOCK_N)
     for tile in range(program, tiles, programs):
         o = tile // tiles_across * TILE_O + tl.arange(0, TILE_O)

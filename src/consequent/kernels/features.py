@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from consequent.kernels.launch import launch
 from consequent.kernels.table import (
     device_guard,
     device_table,
@@ -32,9 +33,26 @@ PRECISION = "tf32x3"  # of matrix products: about that of float32; "ieee" is flo
 
 _FIELDS = tl.constexpr(9)  # entries of the table per layer
 _MOST_PROGRAMS = 1024  # per layer; each then takes several tiles
-_SMALL, _LARGE = (32, 32, 32), (64, 64, 32)  # tiles: outputs, features, and features summed over at once
-_STAGES = 4  # of loads under way
 _LARGE_FROM = 1 << 20  # entries of a gradient, from which on there are tiles enough to fill a GPU with large ones
+
+
+class Tiling(NamedTuple):
+    """How a product is cut up."""
+
+    outputs: int
+    features: int
+    summed: int  # features summed over at once
+    stages: int  # of loads under way
+
+    def programs(self, shapes: Sequence[tuple[int, int]]) -> int:
+        """One per tile of the largest layer, if they are not too many."""
+        tiles = (-(-outputs // self.outputs) * -(-size // self.features) for outputs, size in shapes)
+        return min(max(tiles), _MOST_PROGRAMS)
+
+
+# For the first product and for the second. Small layers are a matter of latency: many programs, few steps in each.
+_SMALL = Tiling(16, 64, 64, 1), Tiling(16, 32, 64, 1)
+_LARGE = Tiling(64, 64, 32, 4), Tiling(64, 64, 32, 4)
 
 
 class FeatureLayer(NamedTuple):
@@ -55,7 +73,7 @@ class PreparedFeatures:
     table: Tensor
     scratch: Tensor
     bad: Tensor
-    tile: tuple[int, int, int]
+    tiling: Tiling
     programs: int
 
 
@@ -67,18 +85,22 @@ def prepare_features(layers: Sequence[FeatureLayer], bad: Tensor) -> PreparedFea
         bad: int32 of one element; becomes 1 if a layer's gradient, trace or product is not finite.
     """
     device = bad.device
-    values, floats = _table_of(layers)
-    shapes = [(layer.weight_grad.shape[0], layer.inverse_factor.shape[0]) for layer in layers]
-    largest = max((outputs * size for outputs, size in shapes), default=0)
-    tile = _LARGE if largest >= _LARGE_FROM else _SMALL
-    tiles = max((-(-outputs // tile[0]) * -(-size // tile[1]) for outputs, size in shapes), default=0)
-    programs = min(tiles, _MOST_PROGRAMS)
-    scratch = torch.empty(floats, device=device)
+    values, shapes = _table_of(layers)
+    entries = [outputs * size for outputs, size in shapes]
+    first, second = _LARGE if max(entries, default=0) >= _LARGE_FROM else _SMALL
+    scratch = torch.empty(sum(entries), device=device)
     with device_guard(device):
         table = device_table(values, device, key="features")
-        if layers:
-            _first_product[(len(layers), programs)](table, scratch, bad, *tile, PRECISION, num_stages=_STAGES)
-    return PreparedFeatures(layers, table, scratch, bad, tile, programs)
+        if not layers:
+            return PreparedFeatures(layers, table, scratch, bad, second, 0)
+        launch(
+            _first_product,
+            (len(layers), first.programs(shapes), 1),
+            (table, scratch, bad),
+            (*first[:3], PRECISION),
+            num_stages=first.stages,
+        )
+    return PreparedFeatures(layers, table, scratch, bad, second, second.programs(shapes))
 
 
 def write_features(prepared: PreparedFeatures, counts: Tensor) -> None:
@@ -91,36 +113,41 @@ def write_features(prepared: PreparedFeatures, counts: Tensor) -> None:
     """
     if not prepared.layers:
         return
-    grid = (len(prepared.layers), prepared.programs)
     with device_guard(prepared.bad.device):
-        _second_product[grid](
-            prepared.table, prepared.scratch, prepared.bad, counts, *prepared.tile, PRECISION, num_stages=_STAGES
+        launch(
+            _second_product,
+            (len(prepared.layers), prepared.programs, 1),
+            (prepared.table, prepared.scratch, prepared.bad, counts),
+            (*prepared.tiling[:3], PRECISION),
+            num_stages=prepared.tiling.stages,
         )
 
 
-def _table_of(layers: Sequence[FeatureLayer]) -> tuple[list[int], int]:
-    """The table, and how many floats of scratch it counts on."""
+def _table_of(layers: Sequence[FeatureLayer]) -> tuple[list[int], list[tuple[int, int]]]:
+    """The table, and the shapes of all products."""
     values: list[int] = []
+    shapes: list[tuple[int, int]] = []
     end = 0
     for layer in layers:
-        grad, bias_grad = layer.weight_grad, layer.bias_grad
-        outputs, size = grad.shape[0], layer.inverse_factor.shape[0]
+        grad, bias_grad, factor, status, scale = layer
+        outputs, size = grad.shape[0], factor.shape[0]
         features = size if bias_grad is None else size - 1
         _check(layer, outputs, features)
         taps, tap_stride, channel_stride = _steps(grad)
         values += (
             grad.data_ptr(),
             0 if bias_grad is None else bias_grad.data_ptr(),
-            layer.inverse_factor.data_ptr(),
-            layer.status.data_ptr(),
+            factor.data_ptr(),
+            status.data_ptr(),
             end,
             int_pair(outputs, features),
             int_pair(taps, tap_stride),
             int_pair(channel_stride, 0),
-            float_pair(layer.scale, 0.0),
+            float_pair(scale, 0.0),
         )
+        shapes.append((outputs, size))
         end += outputs * size
-    return values, end
+    return values, shapes
 
 
 def _check(layer: FeatureLayer, outputs: int, features: int) -> None:
@@ -161,7 +188,7 @@ def _places(f, taps, tap_stride, channel_stride):
     return f // taps * channel_stride + f % taps * tap_stride
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table", "scratch", "bad"])
 def _first_product(
     table,
     scratch,
@@ -184,14 +211,14 @@ def _first_product(
     gradient, bias_grad = floats_at(tl.load(entry)), floats_at(bias_address)
     factor, status = floats_at(tl.load(entry + 2)), floats_at(tl.load(entry + 3))
     product = scratch + tl.load(entry + 4)
+    ok = tl.load(status + 2) != 0
     for tile in range(program, tiles_down * tiles_across, tl.num_programs(1)):
-        ok = tl.load(status + 2) != 0
         first = (tiles_across - 1 - tile // tiles_down) * BLOCK_F  # the tiles with most to sum up begin
         o = tile % tiles_down * BLOCK_O + tl.arange(0, BLOCK_O)
         i = first + tl.arange(0, BLOCK_F)
         row = gradient + o[:, None].to(tl.int64) * features
         factor_row = factor + i[None, :].to(tl.int64) * size
-        Y = tl.zeros((BLOCK_O, BLOCK_F), tl.float32)
+        Y = tl.zeros((BLOCK_F, BLOCK_O), tl.float32)  # transposed, and faster so: warps share the rows of a product
         stop = tl.where(ok, tl.minimum(first + BLOCK_F, features), 0)
         for start in range(0, stop, BLOCK_K):
             j = start + tl.arange(0, BLOCK_K)
@@ -199,7 +226,8 @@ def _first_product(
             g = tl.load(row + _places(j, taps, tap_stride, channel_stride)[None, :], g_mask, other=0.0)
             w_mask = (j[:, None] <= i[None, :]) & (i < size)[None, :] & (j < features)[:, None]
             w = tl.load(factor_row + j[:, None], w_mask, other=0.0)
-            Y = tl.dot(g, w, Y, input_precision=PRECISION)
+            Y = tl.dot(tl.trans(w), tl.trans(g), Y, input_precision=PRECISION)
+        Y = tl.trans(Y)
         # The bias is the last feature, and the triangle has it contribute to the last column alone.
         bias = tl.load(bias_grad + o, o < tl.where(bias_address != 0, outputs, 0), other=0.0)
         corner = tl.load(factor + i.to(tl.int64) * size + features, (i == features) & (i < size), other=0.0)
@@ -214,7 +242,7 @@ def _first_product(
             tl.store(bad, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table", "scratch", "bad", "counts"])
 def _second_product(
     table,
     scratch,
@@ -239,9 +267,8 @@ def _second_product(
     factor, status = floats_at(tl.load(entry + 2)), floats_at(tl.load(entry + 3))
     product = scratch + tl.load(entry + 4)
     scale = low_float(tl.load(entry + 8))
+    ok, is_bad = tl.load(status + 2) != 0, tl.load(bad) != 0
     for tile in range(program, tiles_down * tiles_across, tl.num_programs(1)):
-        ok = tl.load(status + 2) != 0
-        is_bad = tl.load(bad) != 0
         first = tile // tiles_down * BLOCK_F  # the tiles with most to sum up begin
         o = tile % tiles_down * BLOCK_O + tl.arange(0, BLOCK_O)
         j = first + tl.arange(0, BLOCK_F)

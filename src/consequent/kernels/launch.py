@@ -12,9 +12,7 @@ def launch(
     grid: tuple[int, int, int],
     arguments: tuple[Any, ...],
     constants: tuple[Any, ...] = (),
-    *,
-    num_warps: int = 4,
-    num_stages: int = 1,
+    **options: Any,
 ) -> None:
     """Launch a kernel on the current device, compiled once for all arguments of it.
 
@@ -24,12 +22,11 @@ def launch(
         grid: how many programs there are.
         arguments: tensors and integers, a tensor first.
         constants: what the kernel is compiled for; its last parameters.
-        num_warps: per program.
-        num_stages: of loads under way in loops.
+        options: how it is compiled, such as ``num_warps``.
     """
-    place = (kernel.fn, arguments[0].get_device(), constants, num_warps, num_stages)
+    place = (kernel.fn, arguments[0].get_device(), constants, *options.items())
     compiled = _compiled.get(place)
     if compiled is None:  # the first time; always in Triton's interpreter
-        _compiled[place] = kernel[grid](*arguments, *constants, num_warps=num_warps, num_stages=num_stages)
+        _compiled[place] = kernel[grid](*arguments, *constants, **options)
     else:
         compiled[grid](*arguments, *constants)

@@ -440,9 +440,20 @@ def gather(inputs, corners, top, left, offsets, above, across, height, width):
 def accumulate(left, right, product, PRECISION: tl.constexpr):
     """``product + left @ right``."""
     if PRECISION == "bf16":
-        left = left.to(tl.bfloat16)
-        right = right.to(tl.bfloat16)
-    return tl.dot(left, right, product, input_precision="ieee" if PRECISION == "bf16" else PRECISION)
+        result = tl.dot(left, right, product)
+    elif PRECISION == "tf32" and left.dtype == tl.float32:
+        result = tl.dot(nearest_tf32(left), nearest_tf32(right), product, input_precision="tf32")
+    else:
+        result = tl.dot(left, right, product, input_precision=PRECISION)
+    return result
+
+
+@triton.jit
+def nearest_tf32(values):
+    """Rounded to TF32. Tensor cores would cut the digits off, which makes every sum of squares too small."""
+    bits = values.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(values) < float("inf"), rounded, values)
 
 
 @triton.jit

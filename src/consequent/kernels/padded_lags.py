@@ -29,6 +29,7 @@ from consequent.kernels.table import device_guard
 __all__ = ["same_moments"]
 
 LAGS = 13  # (0, 0), (0, 1), (0, 2), (1, −2), …, (2, 2)
+MOST_JOBS = 64  # of a layer: they are added up by one program, at once
 AT_ONCE = 8  # layers whose images one launch turns around: their addresses are arguments
 
 
@@ -87,18 +88,20 @@ class Tiling:
     group: int  # pixels side by side that are multiplied at a time
     channels: int  # of each of them in a tile
     slots: int  # pixels they are multiplied with, in a tile
+    depth: int  # images at a time
     warps: int
     stages: int
     programs: int  # to a multiprocessor
+    rows: bool = False  # three tiles at once, see _multiply_rows
 
 
 def tiling(channels: int) -> Tiling:
     """The tiling for so many channels: as many pixels together as make a large tile."""
     if channels <= 16:
-        return Tiling(group=4, channels=16, slots=8, warps=4, stages=4, programs=2)
+        return Tiling(group=4, channels=16, slots=8, depth=32, warps=4, stages=4, programs=2)
     if channels <= 32:
-        return Tiling(group=4, channels=32, slots=8, warps=8, stages=3, programs=1)
-    return Tiling(group=2, channels=64, slots=4, warps=8, stages=3, programs=1)
+        return Tiling(group=4, channels=32, slots=8, depth=32, warps=8, stages=3, programs=1)
+    return Tiling(group=2, channels=64, slots=4, depth=32, warps=8, stages=3, programs=1)
 
 
 class Cut(NamedTuple):
@@ -120,20 +123,22 @@ def _cut(shape: tuple[int, int, int, int], layers: int, ones: bool, device: torc
     images, channels, height, width = shape
     geometry_of(shape, (3, 3), (1, 1), (1, 1), (1, 1))  # not too large
     plan = tiling(channels)
-    depth = 16 if images <= 16 else 32
+    depth = min(plan.depth, max(16, triton.next_power_of_2(images)))
     blocks = -(-channels // plan.channels)
     tiles = blocks * blocks * -(-(3 * plan.group + 10) // plan.slots)
     groups = -(-width // plan.group)
-    jobs = max(9, plan.programs * multiprocessors(device) // (tiles * layers))
-    share = max(1, -(-height * groups // jobs))
-    rows_between, groups_between = max(0, height - 2), max(0, groups - 2)
-    splits = (
-        -(-rows_between * groups_between // share),
-        -(-groups_between // share),
-        -(-rows_between // share),
-    )
-    jobs = splits[0] + 2 * splits[1] + 2 * splits[2] + 4
+    wanted = plan.programs * multiprocessors(device) // (layers * (blocks * blocks if plan.rows else tiles))
+    share = max(1, -(-height * groups // max(9, wanted)))
+    while (jobs := _splits(height, groups, share)[1]) > MOST_JOBS:
+        share += 1
+    splits = _splits(height, groups, share)[0]
     return Cut(plan, shape, 9 * channels + ones, depth, -(-images // depth) * depth, share, splits, jobs, tiles)
+
+
+def _splits(height: int, groups: int, share: int) -> tuple[tuple[int, int, int], int]:
+    rows, columns = max(0, height - 2), max(0, groups - 2)
+    middle, along_row, along_column = -(-rows * columns // share), -(-columns // share), -(-rows // share)
+    return (middle, along_row, along_column), middle + 2 * along_row + 2 * along_column + 4
 
 
 def _turn(inputs: list[Tensor], cut: Cut, ones: bool) -> tuple[Tensor, Tensor]:
@@ -263,7 +268,8 @@ def _multiply(turned: Tensor, layers: int, cut: Cut) -> Tensor:
     plan = cut.plan
     tile = plan.group * plan.channels * plan.slots * plan.channels
     products = torch.empty(layers * cut.jobs * cut.tiles * tile, dtype=torch.float32, device=turned.device)
-    _multiply_groups[(cut.jobs * layers * cut.tiles,)](
+    kernel, tiles = (_multiply_rows, cut.tiles // 3) if plan.rows else (_multiply_groups, cut.tiles)
+    kernel[(cut.jobs * layers * tiles,)](
         turned,
         products,
         cut.images,
@@ -284,15 +290,24 @@ def _multiply(turned: Tensor, layers: int, cut: Cut) -> Tensor:
 
 
 @triton.jit
-def slot_place(slot, GROUP: tl.constexpr):
+def slot_place(slot, GROUP: tl.constexpr, SLOTS: tl.constexpr):
     """Rows below and columns right of a group's first pixel, of the pixels that it reaches; a row below 2 is none.
 
-    A lag within the row leads to the right alone.
+    A lag within the row leads to the right alone. Where a tile has a slot for every pixel in reach of a row, all three
+    rows are nevertheless alike, and a tile is a row.
     """
-    FIRST: tl.constexpr = GROUP + 2
+    BEFORE: tl.constexpr = 2 if SLOTS == GROUP + 4 else 0
+    FIRST: tl.constexpr = BEFORE + GROUP + 2
     beyond = slot - FIRST
     below = tl.where(slot < FIRST, 0, 1 + beyond // (GROUP + 4))
-    return below, tl.where(slot < FIRST, slot, beyond % (GROUP + 4) - 2)
+    return below, tl.where(slot < FIRST, slot - BEFORE, beyond % (GROUP + 4) - 2)
+
+
+@triton.jit
+def slot_of(lag_y, lag_x, across, GROUP: tl.constexpr, SLOTS: tl.constexpr):
+    """The slot of the pixel with this lag from the one that many columns across the group."""
+    BEFORE: tl.constexpr = 2 if SLOTS == GROUP + 4 else 0
+    return across + lag_x + tl.where(lag_y == 0, BEFORE, BEFORE + lag_y * (GROUP + 4))
 
 
 @triton.jit
@@ -339,7 +354,7 @@ def _multiply_groups(
 ):
     """One tile of one job of one layer. Neighbouring programs read the same pixels; the longest jobs come first."""
     BLOCKS: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
-    STRIPS: tl.constexpr = (3 * GROUP + 10 + SLOTS - 1) // SLOTS
+    STRIPS: tl.constexpr = (3 * GROUP + 9 + SLOTS) // SLOTS
     TILES: tl.constexpr = BLOCKS * BLOCKS * STRIPS
     M: tl.constexpr = GROUP * BLOCK
     T: tl.constexpr = SLOTS * BLOCK
@@ -356,7 +371,7 @@ def _multiply_groups(
     channel = (tile // (STRIPS * BLOCKS)) * BLOCK + row % BLOCK
     here_rows = (across * CHANNELS + channel) * images
     row = tl.arange(0, T)
-    other_below, other_across = slot_place((tile % STRIPS) * SLOTS + row // BLOCK, GROUP)
+    other_below, other_across = slot_place((tile % STRIPS) * SLOTS + row // BLOCK, GROUP, SLOTS)
     other_channel = (tile // STRIPS % BLOCKS) * BLOCK + row % BLOCK
     other_rows = ((other_below * width + other_across) * CHANNELS + other_channel) * images
     other_below = tl.where((other_channel < CHANNELS) & (other_below < 3), other_below, height)
@@ -385,12 +400,90 @@ def _multiply_groups(
     tl.store(target + tl.arange(0, M)[:, None] * T + tl.arange(0, T)[None, :], product)
 
 
+@triton.jit(do_not_specialize=["layers", "share", "middle", "along_row", "along_column"])
+def _multiply_rows(
+    turned,
+    products,
+    images,
+    height,
+    width,
+    layers,
+    share,
+    middle,
+    along_row,
+    along_column,
+    CHANNELS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """The three tiles of :func:`_multiply_groups` at once: what is reached in one row, times groups of up to 2 above.
+
+    The job says which row is reached, not where the groups are. That is the same where the first and last row matter.
+    """
+    BLOCKS: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
+    M: tl.constexpr = GROUP * BLOCK
+    T: tl.constexpr = SLOTS * BLOCK
+    program = tl.program_id(0)
+    tile = program % (BLOCKS * BLOCKS)
+    layer = (program // (BLOCKS * BLOCKS)) % layers
+    job = program // (BLOCKS * BLOCKS) // layers
+    rows_region, groups_region, split = region_of(job, middle, along_row, along_column)
+    first_row, rows = extent(rows_region, height)
+    first_group, groups = extent(groups_region, (width + GROUP - 1) // GROUP)
+
+    row = tl.arange(0, M)
+    across = row // BLOCK
+    channel = (tile // BLOCKS) * BLOCK + row % BLOCK
+    row = tl.arange(0, T)
+    other_across = row // BLOCK - 2
+    other_channel = (tile % BLOCKS) * BLOCK + row % BLOCK
+    image = tl.arange(0, DEPTH)
+    here_places = ((across * CHANNELS + channel) * images)[:, None] + image[None, :]
+    other_places = ((other_across * CHANNELS + other_channel) * images)[:, None] + image[None, :]
+
+    reach = tl.where(channel < CHANNELS, across, width)
+    layer_start = turned + layer.to(tl.int64) * (height * width * CHANNELS) * images
+    row_length = width * CHANNELS * images
+    start = split * share
+    stop = tl.minimum(start + share, rows * groups)
+    depths = images // DEPTH
+    product_0 = tl.zeros((M, T), tl.float32)
+    product_1 = tl.zeros((M, T), tl.float32)
+    product_2 = tl.zeros((M, T), tl.float32)
+    for step in range(start * depths, stop * depths):
+        unit = step // depths
+        y = first_row + unit // groups
+        x = (first_group + unit % groups) * GROUP
+        base = layer_start + ((y * width + x).to(tl.int64) * (CHANNELS * images) + (step % depths) * DEPTH)
+        other_inside = (x + other_across >= 0) & (x + other_across < width) & (other_channel < CHANNELS)
+        other = tl.trans(tl.load(base + other_places, mask=other_inside[:, None], other=0.0))
+        inside = x + reach < width
+        here = tl.load(base + here_places, mask=inside[:, None], other=0.0)
+        product_0 = tl.dot(here, other, product_0, input_precision="tf32")
+        inside = x + tl.where(y > 0, reach, width) < width
+        here = tl.load(base - row_length + here_places, mask=inside[:, None], other=0.0)
+        product_1 = tl.dot(here, other, product_1, input_precision="tf32")
+        inside = x + tl.where(y > 1, reach, width) < width
+        here = tl.load(base - 2 * row_length + here_places, mask=inside[:, None], other=0.0)
+        product_2 = tl.dot(here, other, product_2, input_precision="tf32")
+
+    jobs = tl.num_programs(0) // (BLOCKS * BLOCKS * layers)
+    number = (layer * jobs + job) * (BLOCKS * BLOCKS * 3) + tile * 3
+    target = products + number.to(tl.int64) * (M * T) + tl.arange(0, M)[:, None] * T + tl.arange(0, T)[None, :]
+    tl.store(target, product_0)
+    tl.store(target + M * T, product_1)
+    tl.store(target + 2 * M * T, product_2)
+
+
 def _put_together(products: Tensor, sums: Tensor, layers: int, cut: Cut, ones: bool) -> Tensor:
     images, channels, height, width = cut.shape
     plan = cut.plan
     moments = torch.empty((layers, cut.features, cut.features), dtype=torch.float32, device=products.device)
-    part = 64 if products.device.type == "cuda" else 1024
-    _put_lags[(-(-channels * channels // part), LAGS + ones, layers)](
+    held = triton.next_power_of_2(cut.jobs)
+    part = 1024 // held if products.device.type == "cuda" else 1024
+    _put_lags[(-(-channels * channels // part), LAGS + 9 * ones, layers)](
         products,
         sums,
         moments,
@@ -405,9 +498,10 @@ def _put_together(products: Tensor, sums: Tensor, layers: int, cut: Cut, ones: b
         BLOCK=plan.channels,
         SLOTS=plan.slots,
         LAGS=LAGS,
+        WIDE=products.numel() // layers >= 2**31,
         PART=part,
-        JOBS=min(64, triton.next_power_of_2(cut.jobs)),
-        num_warps=4,
+        JOBS=held,
+        num_warps=1,
     )
     return moments
 
@@ -430,6 +524,7 @@ def _put_lags(
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     LAGS: tl.constexpr,
+    WIDE: tl.constexpr,
     PART: tl.constexpr,
     JOBS: tl.constexpr,
 ):
@@ -464,6 +559,7 @@ def _put_lags(
                 GROUP,
                 BLOCK,
                 SLOTS,
+                WIDE,
                 PART,
                 JOBS,
             )
@@ -489,14 +585,15 @@ def _put_lags(
                     value += first_first
                 other_row = row_tap + lag_y
                 other_column = column_tap + lag_x
-                feature = channel * 9 + (row_tap * 3 + column_tap)
-                other = other_channel * 9 + other_row * 3 + other_column
-                wanted = real & (other_row < 3) & (other_column >= 0) & (other_column < 3)
-                wanted &= (lag > 0) | (channel <= other_channel)  # lag 0 has every value twice: one, so they are equal
-                tl.store(moment + feature.to(tl.int64) * FEATURES + other, value, mask=wanted)
-                tl.store(moment + other.to(tl.int64) * FEATURES + feature, value, mask=wanted)
+                if (other_row < 3) & (other_column >= 0) & (other_column < 3):
+                    feature = channel * 9 + (row_tap * 3 + column_tap)
+                    other = other_channel * 9 + other_row * 3 + other_column
+                    # Lag 0 has every value twice: one of them is taken, so that the moment is symmetric.
+                    wanted = real & (channel <= other_channel + lag * CHANNELS)
+                    tl.store(moment + feature.to(tl.int64) * FEATURES + other, value, mask=wanted)
+                    tl.store(moment + other.to(tl.int64) * FEATURES + feature, value, mask=wanted)
     elif ONES:
-        _put_ones(sums, moment, layer, images, height, width, CHANNELS)
+        _put_ones(sums, moment, lag - LAGS, layer, images, height, width, CHANNELS)
 
 
 @triton.jit
@@ -518,6 +615,7 @@ def _sums_of_lag(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
+    WIDE: tl.constexpr,
     PART: tl.constexpr,
     JOBS: tl.constexpr,
 ):
@@ -526,16 +624,29 @@ def _sums_of_lag(
     Those of a row are 0 where the lag leads out of it, and so on: nothing is to be taken off.
     """
     BLOCKS: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
-    STRIPS: tl.constexpr = (3 * GROUP + 10 + SLOTS - 1) // SLOTS
+    STRIPS: tl.constexpr = (3 * GROUP + 9 + SLOTS) // SLOTS
     TILES: tl.constexpr = BLOCKS * BLOCKS * STRIPS
-    M: tl.constexpr = GROUP * BLOCK
     T: tl.constexpr = SLOTS * BLOCK
-    groups = (width + GROUP - 1) // GROUP
-    last_group = tl.where(groups > 1, 2, 0)  # the region the last pixel is in, and its place in the group
-    last_across = (width - 1) % GROUP
-    last_line = tl.where(height > 1, 2, 0)
+    TILE: tl.constexpr = GROUP * BLOCK * T
     tile = ((channel // BLOCK) * BLOCKS + other_channel // BLOCK) * STRIPS
-    everything = tl.zeros((PART,), tl.float32)
+    within = tile * TILE + (channel % BLOCK) * T + other_channel % BLOCK
+    job = tl.arange(0, JOBS)
+    row_region, group_region, _ = region_of(job, middle, along_row, along_column)
+    in_first_row = (row_region == 0)[:, None]
+    in_last_row = (row_region == tl.where(height > 1, 2, 0))[:, None]
+    wanted = (job < jobs)[:, None] & real[None, :]
+    places = products + layer.to(tl.int64) * jobs * (TILES * TILE)
+    if WIDE:
+        places += (job.to(tl.int64) * (TILES * TILE))[:, None] + within[None, :]
+    else:
+        places += (job * (TILES * TILE))[:, None] + within[None, :]
+
+    values = tl.zeros((JOBS, PART), tl.float32)
+    for across in tl.static_range(GROUP):
+        slot = slot_of(lag_y, lag_x, across, GROUP, SLOTS)
+        offset = (slot // SLOTS) * TILE + across * (BLOCK * T) + (slot % SLOTS) * BLOCK
+        values += tl.load(places + offset, mask=wanted, other=0.0)
+    everything = tl.sum(values, 0)
     first_row = tl.zeros((PART,), tl.float32)
     last_row = tl.zeros((PART,), tl.float32)
     first_column = tl.zeros((PART,), tl.float32)
@@ -544,68 +655,50 @@ def _sums_of_lag(
     first_last = tl.zeros((PART,), tl.float32)
     last_first = tl.zeros((PART,), tl.float32)
     last_last = tl.zeros((PART,), tl.float32)
-    for start in range(0, jobs, JOBS):
-        job = start + tl.arange(0, JOBS)
-        row_region, group_region, _ = region_of(job, middle, along_row, along_column)
-        job_places = ((layer * jobs + job).to(tl.int64) * TILES)[:, None]
-        wanted = (job < jobs)[:, None] & real[None, :]
-        in_first_row = (row_region == 0)[:, None]
-        in_last_row = (row_region == last_line)[:, None]
-        in_first_group = (group_region == 0)[:, None]
-        in_last_group = (group_region == last_group)[:, None]
-        for across in tl.static_range(GROUP):
-            slot = across + lag_x
-            if lag_y > 0:
-                slot += GROUP + 4 + (lag_y - 1) * (GROUP + 4)
-            strip = slot // SLOTS
-            within = (across * BLOCK + channel % BLOCK) * T + (slot % SLOTS) * BLOCK + other_channel % BLOCK
-            places = (job_places + (tile + strip)[None, :]) * (M * T) + within[None, :]
-            values = tl.load(products + places, mask=wanted, other=0.0)
-            everything += tl.sum(values, 0)
-            if lag_y == 0:
-                first_row += tl.sum(tl.where(in_first_row, values, 0.0), 0)
-                last_row += tl.sum(tl.where(in_last_row, values, 0.0), 0)
-            if lag_x == 0:
-                if across == 0:
-                    column = tl.where(in_first_group, values, 0.0)
-                    first_column += tl.sum(column, 0)
-                    if lag_y == 0:
-                        first_first += tl.sum(tl.where(in_first_row, column, 0.0), 0)
-                        last_first += tl.sum(tl.where(in_last_row, column, 0.0), 0)
-                if across == last_across:
-                    column = tl.where(in_last_group, values, 0.0)
-                    last_column += tl.sum(column, 0)
-                    if lag_y == 0:
-                        first_last += tl.sum(tl.where(in_first_row, column, 0.0), 0)
-                        last_last += tl.sum(tl.where(in_last_row, column, 0.0), 0)
+    if lag_y == 0:
+        first_row = tl.sum(tl.where(in_first_row, values, 0.0), 0)
+        last_row = tl.sum(tl.where(in_last_row, values, 0.0), 0)
+    if lag_x == 0:
+        slot_0 = slot_of(lag_y, lag_x, 0, GROUP, SLOTS)
+        offset_0 = (slot_0 // SLOTS) * TILE + (slot_0 % SLOTS) * BLOCK
+        firsts = tl.load(places + offset_0, mask=wanted & (group_region == 0)[:, None], other=0.0)
+        first_column = tl.sum(firsts, 0)
+        if lag_y == 0:
+            first_first = tl.sum(tl.where(in_first_row, firsts, 0.0), 0)
+            last_first = tl.sum(tl.where(in_last_row, firsts, 0.0), 0)
+        last = (width - 1) % GROUP  # place of the last pixel in its group
+        slot_1 = slot_of(lag_y, lag_x, last, GROUP, SLOTS)
+        offset_1 = (slot_1 // SLOTS) * TILE + last * (BLOCK * T) + (slot_1 % SLOTS) * BLOCK
+        in_last_group = group_region == tl.where(width > GROUP, 2, 0)
+        lasts = tl.load(places + offset_1, mask=wanted & in_last_group[:, None], other=0.0)
+        last_column = tl.sum(lasts, 0)
+        if lag_y == 0:
+            first_last = tl.sum(tl.where(in_first_row, lasts, 0.0), 0)
+            last_last = tl.sum(tl.where(in_last_row, lasts, 0.0), 0)
     return everything, first_row, last_row, first_column, last_column, first_first, first_last, last_first, last_last
 
 
 @triton.jit
-def _put_ones(sums, moment, layer, images, height, width, CHANNELS: tl.constexpr):
-    """The last row and column: how often and how much each tap sees, from the sums over the images."""
+def _put_ones(sums, moment, tap, layer, images, height, width, CHANNELS: tl.constexpr):
+    """One tap's part of the last row and column: all that it sees, from the sums over the images."""
     FEATURES: tl.constexpr = 9 * CHANNELS + 1
-    PIXELS: tl.constexpr = 64
+    PIXELS: tl.constexpr = 256
     WIDTH: tl.constexpr = 16
     area = height * width
     source = sums + layer.to(tl.int64) * (area * CHANNELS)
-    if tl.program_id(0) == 0:
+    if tl.program_id(0) + tap == 0:
         tl.store(moment + (FEATURES * FEATURES - 1), (images * area).to(tl.float32))
     for first in range(tl.program_id(0) * WIDTH, CHANNELS, tl.num_programs(0) * WIDTH):
         channel = first + tl.arange(0, WIDTH)
         real = channel < CHANNELS
-        for row_tap in tl.static_range(3):
-            for column_tap in tl.static_range(3):
-                total = tl.zeros((WIDTH,), tl.float32)
-                for start in range(0, area, PIXELS):
-                    pixel = start + tl.arange(0, PIXELS)
-                    y = pixel // width + (row_tap - 1)  # where the tap is that looks here
-                    x = pixel % width + (column_tap - 1)
-                    # The tap looks at this pixel from the output one step the other way, which must exist.
-                    seen = (pixel < area) & (y - 2 * (row_tap - 1) >= 0) & (y - 2 * (row_tap - 1) < height)
-                    seen &= (x - 2 * (column_tap - 1) >= 0) & (x - 2 * (column_tap - 1) < width)
-                    places = source + pixel[:, None] * CHANNELS + channel[None, :]
-                    total += tl.sum(tl.load(places, mask=seen[:, None] & real[None, :], other=0.0), 0)
-                feature = channel * 9 + (row_tap * 3 + column_tap)
-                tl.store(moment + feature.to(tl.int64) * FEATURES + (FEATURES - 1), total, mask=real)
-                tl.store(moment + (FEATURES - 1) * FEATURES + feature, total, mask=real)
+        total = tl.zeros((WIDTH,), tl.float32)
+        for start in range(0, area, PIXELS):
+            pixel = start + tl.arange(0, PIXELS)
+            y = pixel // width + 1 - tap // 3  # the output from which the tap sees this pixel
+            x = pixel % width + 1 - tap % 3
+            seen = (pixel < area) & (y >= 0) & (y < height) & (x >= 0) & (x < width)
+            places = source + pixel[:, None] * CHANNELS + channel[None, :]
+            total += tl.sum(tl.load(places, mask=seen[:, None] & real[None, :], other=0.0), 0)
+        feature = channel * 9 + tap
+        tl.store(moment + feature.to(tl.int64) * FEATURES + (FEATURES - 1), total, mask=real)
+        tl.store(moment + (FEATURES - 1) * FEATURES + feature, total, mask=real)

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""A table of integers on the device, written without a copy from the host.
+"""A table of integers on the device, written without waiting for it.
 
-One launch can serve all layers of a model if it finds their addresses and sizes in such a table. A copy from the host
-would wait, or would have to keep its source alive and unchanged in pinned memory; the arguments of a kernel travel with
-its launch, and a CUDA graph keeps them.
+One launch can serve all layers of a model if it finds their addresses and sizes in such a table. It is copied from
+pinned memory, except in a CUDA graph: there the source would have to stay alive and unchanged for as long as the graph
+does, whereas the arguments of a kernel travel with its launch, and the graph keeps them.
 """
 
 import linecache
@@ -42,7 +42,8 @@ def device_table(values: Sequence[int], device: torch.device | str, *, key: str 
     last = _last_tables.get(place)
     if last is not None and last[0] == wanted:
         return last[1]
-    table = _written(wanted, device)
+    # The allocator of pinned memory keeps the source until the copy is done.
+    table = torch.tensor(wanted, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
     _last_tables[place] = (wanted, table)
     return table
 
@@ -141,3 +142,15 @@ def high_float(entry):
 def floats_at(address):
     """A pointer from an address in a table."""
     return address.to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def aligned_floats_at(address):
+    """The same for an address that four floats can be moved at."""
+    return tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+
+
+@triton.jit
+def in_fours(number):
+    """A number that four divides, which the compiler thereby knows."""
+    return number // 4 * 4

@@ -5,18 +5,16 @@
 multiprocessors, nothing for the host to wait for. What is kept is ``W = L⁻¹``, since ``G (S + λI)⁻¹ = (G Wᵀ) W`` are
 then two ordinary products.
 
-``[S + λI | I]`` is eliminated block row by block row until it is ``[Lᵀ | W]``. At any time, a row needs the left half up
-to the blocks that are eliminated and the right half from there on, so one square matrix, the state ``M``, holds both.
-With ``j`` the block at hand, whatever lies before it belongs to ``W`` and whatever lies after it to ``S``. Step ``j``
-reads one panel, the block row ``j`` of ``M`` (its part after ``j`` is, by symmetry, the block column ``j``)::
+``[S + λI | I]`` is eliminated until it is ``[Lᵀ | W]``, a block of rows per step. Step ``j`` reads one block of columns
+of a square of tiles, the state ``Q``: above the diagonal it holds what has become of the identity (transposed), below
+it what is left of ``S + λI``. With ``W[j, j]`` the inverse Cholesky factor of what is left of the diagonal tile ``j``::
 
-    V[k] = M[j, k]ᵀ W[j, j]ᵀ                with the identity for M[j, j]; then W[j, k] = V[k]ᵀ for k ≤ j
-    M[i, k] ← M[i, k] − V[i] V[k]ᵀ          for i > j, k ≤ i; with zero for M[i, j]
+    V[x] = Q[x, j] W[j, j]ᵀ                 with the identity for Q[j, j]; then W[j, x] = V[x]ᵀ for x ≤ j
+    Q[x, y] ← Q[x, y] − V[x] V[y]ᵀ          for y > j, and x ≤ j or x ≥ y; with zero for Q[j, y]
 
-Each program owns tiles of ``M`` that no other program touches. What passes between the programs is the panel of the
-next step, so there is one barrier per block. Each program inverts the corner ``M[j, j] = L[j, j] L[j, j]ᵀ`` for itself,
-which is cheaper than to wait for another one's; the tiles that hold the next panel come first, all others wait until
-it has been handed over.
+The elimination of the diagonal tiles is what everything has to wait for. One program of a team, the leader, does
+nothing else: it brings the next diagonal tile up to date and eliminates it, while the others, the workers, each update
+rows of tiles. The tiles that the next step reads come first.
 """
 
 from dataclasses import dataclass
@@ -32,7 +30,8 @@ __all__ = ["LARGEST", "inverse_factor"]
 
 LARGEST = 1024  # features
 
-_BLOCK = 32  # features eliminated per step
+_TILE = 32  # features eliminated per step
+_FEW_TILES = 12  # up to which a worker keeps up with the leader even if it has two rows of tiles
 
 
 def inverse_factor(moment: Tensor, damping: float, *, rows: int | None = None) -> tuple[Tensor, Tensor]:
@@ -59,41 +58,41 @@ def inverse_factor(moment: Tensor, damping: float, *, rows: int | None = None) -
         ValueError: for a moment that is not square, empty, or too large.
         TypeError: for a moment that is not float32.
     """
-    return _inverse_factor(moment, damping, rows, plan_team(moment))
+    _check_moment(moment)
+    return factor_by(plan_team(moment), moment, damping, rows=rows)
 
 
 @dataclass(frozen=True)
 class Team:
     """How the work on a matrix is cut up."""
 
-    tile: int  # rows and columns of a tile
-    members: int  # programs per matrix; all of them have to run at the same time
-    warps: int
+    members: int  # programs per matrix, all of which have to run at the same time; one does without waiting
+    chunk: int = 128  # columns updated at a time
+    warps: int = 4
 
 
 def plan_team(moment: Tensor) -> Team:
-    """As many programs per matrix as tiles hold the next panel, if the device can run that many at once."""
+    """A leader, and workers enough not to keep it waiting, if the device can run that many at once."""
+    tiles = -(-moment.shape[-1] // _TILE)
+    if tiles == 1 or moment.device.type != "cuda":  # the latter is Triton's interpreter: one program after the other
+        return Team(1)
+    workers = tiles if tiles > _FEW_TILES else -(-tiles // 2)
+    return Team(min(1 + workers, torch.cuda.get_device_properties(moment.device).multi_processor_count))
+
+
+def factor_by(team: Team, moment: Tensor, damping: float, *, rows: int | None = None) -> tuple[Tensor, Tensor]:
+    """:func:`inverse_factor` by teams of a size of one's own choice."""
     size = moment.shape[-1]
-    tile = 32 if size <= _BLOCK else 64
-    members = -(-size // tile)
-    if moment.device.type != "cuda":  # Triton's interpreter, where programs run one after the other
-        members = 1
-    else:
-        members = min(members, torch.cuda.get_device_properties(moment.device).multi_processor_count)
-    return Team(tile, members, warps=4)
-
-
-def _inverse_factor(moment: Tensor, damping: float, rows: int | None, team: Team) -> tuple[Tensor, Tensor]:
-    size = _check_moment(moment)
     moment = moment.contiguous()
     count = moment.numel() // size**2
-    padded = -(-size // team.tile) * team.tile
+    tiles = -(-size // _TILE)
     inverse = torch.empty_like(moment)
     status = moment.new_empty((*moment.shape[:-2], 4))
-    scratch = moment.new_empty(2 * count * padded**2)  # each matrix' state and panels
-    arrivals = torch.zeros(count, dtype=torch.int32, device=moment.device) if team.members > 1 else status
+    scratch = moment.new_empty(count * (2 * tiles**2 + tiles) * _TILE**2)
+    arrivals = torch.zeros(2 * count, dtype=torch.int32, device=moment.device) if team.members > 1 else status
     with device_guard(moment.device):
-        # The members of a team are neighbours: if not all teams fit on the device at once, the first ones still do.
+        # Members wait for each other, so a team has to run at the same time. Programs start in their order and members
+        # are neighbours: if not all teams fit on the device at once, the first ones do, and make place for the others.
         _factorise[(count * team.members,)](
             moment,
             inverse,
@@ -101,12 +100,13 @@ def _inverse_factor(moment: Tensor, damping: float, rows: int | None, team: Team
             scratch,
             arrivals,
             size,
-            padded,
+            tiles,
+            team.members,
             damping if rows is None else damping / max(rows, 1),
             RELATIVE=rows is not None,
-            HALF=_BLOCK // 2,
-            TILE=team.tile,
-            TEAM=team.members,
+            TILE=_TILE,
+            CHUNK=team.chunk,
+            ALONE=team.members == 1,
             LARGEST=LARGEST,
             num_warps=team.warps,
             num_stages=1,
@@ -114,18 +114,16 @@ def _inverse_factor(moment: Tensor, damping: float, rows: int | None, team: Team
     return inverse, status
 
 
-def _check_moment(moment: Tensor) -> int:
+def _check_moment(moment: Tensor) -> None:
     if moment.dtype != torch.float32:
         raise TypeError(f"the moment must be float32, got {moment.dtype}; convert it with .float()")
     if moment.ndim not in (2, 3) or moment.shape[-1] != moment.shape[-2] or moment.numel() == 0:
         raise ValueError(f"the moment must be [D, D] or [groups, D, D] and not empty, got shape {list(moment.shape)}")
-    size = moment.shape[-1]
-    if size > LARGEST:
-        raise ValueError(f"a moment of {size} features is too large, the limit is {LARGEST}")
-    return size
+    if moment.shape[-1] > LARGEST:
+        raise ValueError(f"a moment of {moment.shape[-1]} features is too large, the limit is {LARGEST}")
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=["size", "tiles", "team"])
 def _factorise(
     moments,
     inverses,
@@ -133,28 +131,34 @@ def _factorise(
     scratch,
     arrivals,
     size,
-    padded,
+    tiles,
+    team,
     damping,
     RELATIVE: tl.constexpr,
-    HALF: tl.constexpr,
     TILE: tl.constexpr,
-    TEAM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ALONE: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """A team of programs factorises one matrix; ``padded`` is ``size`` rounded up to whole tiles.
+    """A team of programs factorises one matrix of ``tiles × tiles`` tiles.
 
-    What lies in the padding is the identity: it neither disturbs the rest nor needs to be masked.
+    What lies in them beyond the matrix is the identity: it neither disturbs the rest nor needs to be masked.
     """
-    BLOCK: tl.constexpr = 2 * HALF
-    matrix = (tl.program_id(0) // TEAM).to(tl.int64)
-    member = tl.program_id(0) % TEAM
+    matrix = (tl.program_id(0) // team).to(tl.int64)
+    member = tl.program_id(0) % team
+    leads = member == 0
+    worker = member if ALONE else member - 1
+    works = worker >= 0
+    workers = 1 if ALONE else team - 1
     moment = moments + matrix * size * size
     inverse = inverses + matrix * size * size
     status = statuses + matrix * 4
-    state = scratch + matrix * 2 * padded * padded
-    panels = state + padded * padded  # of every step, each [padded, BLOCK]; none is ever overwritten
-    arrived = arrivals + matrix
-    tiles = padded // TILE
+    width = tiles * TILE
+    state = scratch + matrix * (2 * width + TILE) * width  # Q, row after row
+    products = state + width * width  # V, one step's [width, TILE] after the other
+    corners = products + width * width  # the diagonal tiles of W
+    eliminated = arrivals + 2 * matrix  # how many steps the leader has done
+    updated = eliminated + 1  # how many steps the workers have done, all together
 
     every = tl.arange(0, LARGEST)
     diagonal = tl.load(moment + every * (size + 1), mask=every < size, other=0.0)
@@ -166,35 +170,31 @@ def _factorise(
     smallest = largest
     failures = 0
 
-    for i in range(tiles):
-        for k in range(_first_tile(member, i, TEAM), i + 1, TEAM):
-            _start_tile(moment, state, panels, i, k, size, padded, level, BLOCK, TILE)
-    _arrive(arrived, TEAM)
+    if works:
+        for x in range(worker, tiles, workers):
+            _start_row(moment, state, x, size, width, level, TILE, CHUNK)
+        _arrive(updated, ALONE)
 
-    for start in range(0, size, BLOCK):
-        _wait(arrived, (start // BLOCK + 1) * TEAM, TEAM)
-        panel = panels + start * padded
-        following = start + BLOCK
-        corner, pivots_1, pivots_2 = _invert_corner(panel, start, size, HALF)
-        for half in tl.static_range(2):
-            pivots = pivots_1 if half == 0 else pivots_2
-            good = (pivots > 0) & (pivots < float("inf"))
-            failures += tl.sum(tl.where(good, 0, 1), 0)
-            real_pivot = good & (start + half * HALF + tl.arange(0, HALF) < size)
-            smallest = tl.minimum(smallest, tl.min(tl.where(real_pivot, pivots, largest), 0))
+    for j in range(tiles):
+        if leads:
+            _wait(updated, tl.maximum(j, 1) * workers, ALONE)
+            pivots_1, pivots_2 = _eliminate(state, corners, j, width, TILE)
+            _arrive(eliminated, ALONE)
+            worst_1, bad_1 = _judge(pivots_1, j * TILE, size, largest)
+            worst_2, bad_2 = _judge(pivots_2, j * TILE + TILE // 2, size, largest)
+            smallest = tl.minimum(smallest, tl.minimum(worst_1, worst_2))
+            failures += bad_1 + bad_2
+        if works:
+            _wait(eliminated, j + 1, ALONE)
+            for x in range(worker, tiles, workers):
+                _update_first(inverse, state, products, corners, x, j, size, width, TILE)
+            if j + 1 < tiles:
+                _arrive(updated, ALONE)
+                _wait(updated, (j + 2) * workers, ALONE)
+                for x in range(worker, tiles, workers):
+                    _update_rest(state, products, x, j, width, TILE, CHUNK)
 
-        lead = following // TILE  # the tile row and column that hold the next panel
-        for urgent in tl.static_range(1, -1, -1):
-            for i in range(lead, tiles):
-                for k in range(_first_tile(member, i, TEAM), i + 1, TEAM):
-                    if ((i == lead) | (k == lead)) == (urgent == 1):
-                        _update_tile(state, panel, corner, start, i, k, padded, urgent, BLOCK, TILE)
-            if urgent:
-                _arrive(arrived, TEAM)
-        for k in range(member, tiles, TEAM):
-            _store_row(inverse, panel, corner, start, k, size, BLOCK, TILE)
-
-    if member == 0:
+    if leads:
         tl.store(status, trace)
         tl.store(status + 1, level)
         tl.store(status + 2, tl.where(failures == 0, 1.0, 0.0))
@@ -202,163 +202,146 @@ def _factorise(
 
 
 @triton.jit
-def _first_tile(member, i, TEAM: tl.constexpr):
-    """The first of the tiles ``k`` in tile row ``i`` that belong to the member: those with ``i + k ≡ member``.
-
-    The tiles of a panel, ``[lead, :lead]`` and ``[lead:, lead]``, are then spread evenly over the team.
-    """
-    return (member + i * (TEAM - 1)) % TEAM
-
-
-@triton.jit
-def _arrive(arrived, TEAM: tl.constexpr):
+def _arrive(counter, ALONE: tl.constexpr):
     """What this program has written so far may be read by whoever waits for it."""
     tl.debug_barrier()
-    if TEAM > 1:
-        tl.atomic_add(arrived, 1, sem="release", scope="gpu")
+    if not ALONE:
+        tl.atomic_add(counter, 1, sem="release", scope="gpu")
 
 
 @triton.jit
-def _wait(arrived, count, TEAM: tl.constexpr):
+def _wait(counter, count, ALONE: tl.constexpr):
     """Waits until so many arrivals have been counted."""
-    if TEAM > 1:
-        seen = tl.atomic_add(arrived, 0, sem="acquire", scope="gpu")
+    if not ALONE:
+        seen = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
         while seen < count:
-            seen = tl.atomic_add(arrived, 0, sem="acquire", scope="gpu")
-        tl.debug_barrier()
+            seen = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+    tl.debug_barrier()
 
 
 @triton.jit
-def _start_tile(moment, state, panel, i, k, size, padded, level, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """A tile of ``S + λI``, and its part of the first panel."""
-    rows = i * TILE + tl.arange(0, TILE)
-    columns = k * TILE + tl.arange(0, TILE)
-    tile = _damped_block(moment, rows, columns, size, level)
-    tl.store(state + rows[:, None] * padded + columns[None, :], tile)
-    _store_panel(panel, tile, 0, i, k, BLOCK, TILE)
+def _offsets(ROWS: tl.constexpr, COLUMNS: tl.constexpr, stride):
+    return tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, COLUMNS)[None, :]
 
 
 @triton.jit
-def _damped_block(moment, rows, columns, size, level):
-    """A block of ``S + λI``; of the identity beyond the matrix."""
-    rows, columns = rows[:, None], columns[None, :]
-    inside = (rows < size) & (columns < size)
-    block = tl.load(moment + rows * size + columns, mask=inside, other=0.0)
-    return block + tl.where(rows == columns, tl.where(rows < size, level, 1.0), 0.0)
+def _start_row(moment, state, x, size, width, level, TILE: tl.constexpr, CHUNK: tl.constexpr):
+    """A row of tiles of ``S + λI`` up to its diagonal; of the identity beyond the matrix."""
+    rows = (x * TILE + tl.arange(0, TILE))[:, None]
+    for left in range(0, (x + 1) * TILE, CHUNK):
+        columns = (left + tl.arange(0, CHUNK))[None, :]
+        inside = (rows < size) & (columns < size)
+        tile = tl.load(moment + rows * size + columns, mask=inside, other=0.0)
+        tile += tl.where(rows == columns, tl.where(rows < size, level, 1.0), 0.0)
+        tl.store(state + rows * width + columns, tile, mask=columns < (x + 1) * TILE)
 
 
 @triton.jit
-def _update_tile(
-    state, panel, corner, start, i, k, padded, urgent: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
-):
-    """``M[i, k] ← M[i, k] − V[i] V[k]ᵀ`` in the rows that are still to be eliminated; hands the next panel over."""
-    rows = i * TILE + tl.arange(0, TILE)
-    columns = k * TILE + tl.arange(0, TILE)
-    place = state + rows[:, None] * padded + columns[None, :]
-    tile = tl.load(place)
-    tile = tl.where(((columns >= start) & (columns < start + BLOCK))[None, :], 0.0, tile)
-    left = _load_panel(panel, corner, start, rows, BLOCK)
-    right = _load_panel(panel, corner, start, columns, BLOCK)
-    tile -= tl.dot(left, tl.trans(right), input_precision="tf32x3")
-    tl.store(place, tile, mask=(rows >= start + BLOCK)[:, None])
-    if urgent:
-        _store_panel(panel + BLOCK * padded, tile, start + BLOCK, i, k, BLOCK, TILE)
+def _update_first(inverse, state, products, corners, x, j, size, width, TILE: tl.constexpr):
+    """A row's ``V`` and its tiles that are needed first: the next step's, and the diagonal tile after the next."""
+    square = _offsets(TILE, TILE, TILE)
+    tile_square = _offsets(TILE, TILE, width)
+    following = j + 1
+    more = square * 0 + following * TILE < width
+    corner = tl.load(corners + j * TILE * TILE + square)
+    rows = tl.load(state + x * TILE * width + j * TILE + tile_square, mask=square * 0 + x != j, other=0.0)
+    following_rows = tl.load(state + following * TILE * width + j * TILE + tile_square, mask=more, other=0.0)
+    place = state + x * TILE * width + following * TILE + tile_square
+    tile = tl.load(place, mask=more & (x != j), other=0.0)
+
+    product = tl.dot(rows, tl.trans(corner), input_precision="tf32x3")
+    product = tl.where(x == j, tl.trans(corner), product)
+    tl.store(products + (j * width + x * TILE) * TILE + square, product)
+    if (x != following) & (following * TILE < width):
+        following_product = tl.dot(following_rows, tl.trans(corner), input_precision="tf32x3")
+        tile -= tl.dot(product, tl.trans(following_product), input_precision="tf32x3")
+        tl.store(place, tile)
+    if x == j + 2:
+        place = state + x * TILE * (width + 1) + tile_square
+        tl.store(place, tl.load(place) - tl.dot(product, tl.trans(product), input_precision="tf32x3"))
+
+    features = x * TILE + tl.arange(0, TILE)
+    here = j * TILE + tl.arange(0, TILE)
+    real = (features < size)[:, None] & (here < size)[None, :]
+    tl.store(inverse + here[None, :] * size + features[:, None], tl.where(x <= j, product, 0.0), mask=real)
 
 
 @triton.jit
-def _load_panel(panel, corner, start, features, BLOCK: tl.constexpr):
-    """``V[k] = M[j, k]ᵀ W[j, j]ᵀ`` for the features ``k``."""
-    within = tl.arange(0, BLOCK)[None, :]
-    features = features[:, None]
-    rows = tl.load(panel + features * BLOCK + within)
-    in_corner = (features >= start) & (features < start + BLOCK)
-    rows = tl.where(in_corner, tl.where(features == start + within, 1.0, 0.0), rows)
-    return tl.dot(rows, tl.trans(corner), input_precision="tf32x3")
+def _update_rest(state, products, x, j, width, TILE: tl.constexpr, CHUNK: tl.constexpr):
+    """The other tiles of a row: ``Q[x, y] ← Q[x, y] − V[x] V[y]ᵀ``."""
+    product = tl.load(products + (j * width + x * TILE) * TILE + _offsets(TILE, TILE, TILE))
+    first = j + 2 + tl.where(x == j + 2, 1, 0)
+    end = tl.where(x <= j, width, (x + 1) * TILE)
+    for left in range(first * TILE, end, CHUNK):
+        inside = left + tl.arange(0, CHUNK) < end
+        place = state + x * TILE * width + left + _offsets(TILE, CHUNK, width)
+        others = products + (j * width + left) * TILE + _offsets(CHUNK, TILE, TILE)
+        other = tl.load(others, mask=inside[:, None], other=0.0)
+        tile = tl.load(place, mask=inside[None, :] & (x != j), other=0.0)
+        tile -= tl.dot(product, tl.trans(other), input_precision="tf32x3")
+        tl.store(place, tile, mask=inside[None, :])
 
 
 @triton.jit
-def _store_panel(panel, tile, start, i, k, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """The part of a tile that belongs to the panel of the block at ``start``."""
-    rows = i * TILE + tl.arange(0, TILE)
-    columns = k * TILE + tl.arange(0, TILE)
-    lead = start // TILE
-    in_row = (rows >= start) & (rows < start + BLOCK)
-    in_column = (columns >= start) & (columns < start + BLOCK)
-    if i == lead:
-        tl.store(panel + columns[None, :] * BLOCK + (rows - start)[:, None], tile, mask=in_row[:, None])
-    else:
-        tl.store(panel + rows[:, None] * BLOCK + (columns - start)[None, :], tile, mask=in_column[None, :])
-
-
-@triton.jit
-def _store_row(inverse, panel, corner, start, k, size, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """``W[j, k]`` for a tile of columns ``k``, and the zeros to the right of the diagonal."""
-    within = tl.arange(0, BLOCK)
-    columns = k * TILE + tl.arange(0, TILE)
-    real = (columns < size)[:, None] & (start + within < size)[None, :]
-    place = inverse + (start + within)[None, :] * size + columns[:, None]
-    if k * TILE < start:
-        row = _load_panel(panel, corner, start, columns, BLOCK)
-        tl.store(place, tl.where((columns < start)[:, None], row, 0.0), mask=real & ~in_corner(columns, start, BLOCK))
-    else:
-        zeros = tl.zeros((TILE, BLOCK), tl.float32)
-        tl.store(place, zeros, mask=real & ~in_corner(columns, start, BLOCK))
-    if k == start // TILE:
-        here = start + within
-        inside = (here < size)[:, None] & (here < size)[None, :]
-        tl.store(inverse + here[:, None] * size + here[None, :], corner, mask=inside)
-
-
-@triton.jit
-def in_corner(columns, start, BLOCK: tl.constexpr):
-    return ((columns >= start) & (columns < start + BLOCK))[:, None]
-
-
-@triton.jit
-def _invert_corner(panel, start, size, HALF: tl.constexpr):
-    """``W[j, j]``, and its pivots, each half's of its own.
+def _eliminate(state, corners, j, width, TILE: tl.constexpr):
+    """``W[j, j]``; returns its pivots, each half's of its own.
 
     In halves, since a tile of 16 × 16 fits the registers of every warp: its elimination, of which each column has to
-    wait for the one before, then needs no barriers.
+    wait for the one before, then needs no barriers. Triton gives each warp the whole tile because it is a product of
+    products.
     """
-    first = tl.arange(0, HALF)
-    second = first + HALF
-    place = panel + start * 2 * HALF
-    # Adds nothing; but as a sum of products, Triton gives each warp the whole tile.
-    nothing = tl.load(place + first[:, None] * 2 * HALF + first[None, :], mask=first[:, None] + size < 0, other=0.0)
-    block_11 = tl.load(place + first[:, None] * 2 * HALF + first[None, :])
-    block_21 = tl.load(place + first[None, :] * 2 * HALF + second[:, None])
-    block_22 = tl.load(place + second[:, None] * 2 * HALF + second[None, :])
-    block_11 = tl.dot(nothing, tl.trans(nothing), block_11, input_precision="tf32x3")
-    corner_11, pivots_1 = _invert_block(block_11, HALF)
-    factor_21 = tl.dot(block_21, tl.trans(corner_11), input_precision="tf32x3")
+    HALF: tl.constexpr = TILE // 2
+    corner = corners + j * TILE * TILE
+    diagonal = state + j * TILE * (width + 1)
+    before = tl.arange(0, TILE)[None, :] * 0 + j > 0
+    corner_before = tl.load(corner - TILE * TILE + _offsets(TILE, TILE, TILE), mask=before, other=0.0)
+    beside = diagonal - TILE + _offsets(HALF, TILE, width)
+    rows_1 = tl.load(beside, mask=before, other=0.0)
+    rows_2 = tl.load(beside + HALF * width, mask=before, other=0.0)
+    square = _offsets(HALF, HALF, width)
+    block_11 = tl.load(diagonal + square)
+    block_21 = tl.load(diagonal + HALF * width + square)
+    block_22 = tl.load(diagonal + HALF * width + HALF + square)
+
+    product_1 = tl.dot(rows_1, tl.trans(corner_before), input_precision="tf32x3")
+    block_11 -= tl.dot(product_1, tl.trans(product_1), input_precision="tf32x3")
+    product_2 = tl.dot(rows_2, tl.trans(corner_before), input_precision="tf32x3")
+    block_21 -= tl.dot(product_2, tl.trans(product_1), input_precision="tf32x3")
+    block_22 -= tl.dot(product_2, tl.trans(product_2), input_precision="tf32x3")
+
+    inverse_11, pivots_1 = _invert_16(block_11)
+    factor_21 = tl.dot(block_21, tl.trans(inverse_11), input_precision="tf32x3")
     block_22 -= tl.dot(factor_21, tl.trans(factor_21), input_precision="tf32x3")
-    corner_22, pivots_2 = _invert_block(block_22, HALF)
-    passed_on = tl.dot(factor_21, corner_11, input_precision="tf32x3")
-    corner_21 = -tl.dot(corner_22, passed_on, input_precision="tf32x3")
-    left = _stack(corner_11, corner_21, HALF)
-    right = _stack(tl.zeros((HALF, HALF), tl.float32), corner_22, HALF)
-    corner = tl.join(left, right).permute(0, 2, 1).reshape(2 * HALF, 2 * HALF)
-    return corner, pivots_1, pivots_2
+    inverse_22, pivots_2 = _invert_16(block_22)
+    passed_on = tl.dot(factor_21, inverse_11, input_precision="tf32x3")
+    inverse_21 = -tl.dot(inverse_22, passed_on, input_precision="tf32x3")
+    square = _offsets(HALF, HALF, TILE)
+    tl.store(corner + square, inverse_11)
+    tl.store(corner + HALF + square, tl.zeros((HALF, HALF), tl.float32))
+    tl.store(corner + HALF * TILE + square, inverse_21)
+    tl.store(corner + HALF * TILE + HALF + square, inverse_22)
+    return pivots_1, pivots_2
 
 
 @triton.jit
-def _stack(upper, lower, HALF: tl.constexpr):
-    """One tile above the other."""
-    return tl.join(upper, lower).permute(2, 0, 1).reshape(2 * HALF, HALF)
+def _judge(pivots, start, size, largest):
+    """The smallest good pivot of the matrix, and how many are not positive and finite."""
+    good = (pivots > 0) & (pivots < float("inf"))
+    real = good & (start + tl.arange(0, 16) < size)
+    return tl.min(tl.where(real, pivots, largest), 0), tl.sum(tl.where(good, 0, 1), 0)
 
 
 @triton.jit
-def _invert_block(block, SIZE: tl.constexpr):
+def _invert_16(block):
     """``W`` of a small block, and its pivots, by eliminating ``[block | I]``, both in one tile as in the state.
 
     Two columns at a time, since what takes time is to tell every thread of a warp about a row: for two rows it takes
     hardly longer than for one.
     """
-    within = tl.arange(0, SIZE)
+    within = tl.arange(0, 16)
     rows, columns = within[:, None], within[None, :]
-    pivots = tl.zeros((SIZE,), tl.float32)
-    for j in range(0, SIZE, 2):
+    pivots = tl.zeros((16,), tl.float32)
+    for j in range(0, 16, 2):
         column_1 = tl.sum(tl.where(columns == j, block, 0.0), 1)
         column_2 = tl.sum(tl.where(columns == j + 1, block, 0.0), 1)
         row_1 = tl.sum(tl.where(rows == j, block, 0.0), 0)

@@ -1,4 +1,0 @@
-import os
-
-# Some virtual machines announce the AMX instructions and then refuse them; oneDNN's bfloat16 products would crash.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
