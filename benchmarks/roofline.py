@@ -2,9 +2,9 @@
 
     python benchmarks/roofline.py [results/roofline.json]
 
-Counted are the fewest bytes that must be moved (every input read once, every output written once) and the multiplications
-and additions of the exact algorithm that is used; the ceilings are measured in the same run. Kernel times are medians of
-replays of a CUDA graph that holds nothing else.
+Counted are the fewest bytes that must be moved (every input read once, every output written once) and the
+multiplications and additions of the exact algorithm that is used; the ceilings are measured in the same run. Kernel
+times are medians of replays of a CUDA graph that holds nothing else.
 """
 
 import json

@@ -6,8 +6,7 @@ busy at best. Layers of one shape that follow each other, as they do in most net
 once for all of them.
 """
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +14,10 @@ from torch import Tensor, nn
 from consequent import kernels
 from consequent.moments import second_moments
 from consequent.record import Factor, Record
-from consequent.ridge import add_to_diagonal
+from consequent.ridge import add_to_diagonal, cholesky
 from consequent.settings import Damping
 
-STREAMS = 8  # groups of layers that are worked at side by side
-MOST_TOGETHER = 8  # layers in a group
+MOST_TOGETHER = 4  # layers in a group: the last one's work is not hidden behind anything
 MOST_WAITING = 2**28  # bytes of inputs that wait for their group to be complete
 
 
@@ -27,9 +25,8 @@ class Ahead:
     """Groups of records whose moments are computed, and factorised, beside the backward pass."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, list[torch.cuda.Stream]] = {}
-        self._busy: dict[torch.device, set[torch.cuda.Stream]] = {}
-        self._turn = 0
+        self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+        self._busy: set[torch.device] = set()
         self._group: list[Record] = []
         self._kind: Hashable = None
         self._damping = Damping(0.0)
@@ -65,42 +62,39 @@ class Ahead:
         inputs = [use.inputs for use in uses if use.inputs is not None]
         if not inputs:
             return
-        with self._beside(inputs):
+        device = inputs[0].device
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        # Two streams, so that the next group's moments need not wait for this one's factors. Factors are one after the
+        # other, as their programs wait for each other: two such launches might each have half of the device.
+        summing, factorising = self._streams[device]
+        self._busy.add(device)
+        summing.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(summing):
             moments = second_moments(uses[0].layer, inputs, ones=uses[0].bias is not None)
-            all_complete = all(record.usual_uses == 1 for record in records)
-            factors: list[Factor] | list[None] = [None] * len(records)
-            if all_complete:
+        for tensor in inputs:
+            tensor.record_stream(summing)  # its memory is not used again before that is over
+        factors: list[Factor] | list[None] = [None] * len(records)
+        if all(record.usual_uses == 1 for record in records):
+            factorising.wait_stream(summing)
+            with torch.cuda.stream(factorising):
                 factors = _factorise(moments, self._damping, records[0].rows)
-            for record, moment, factor in zip(records, moments, factors, strict=True):
-                record.reduce_to(moment, factor)
+            moments.record_stream(factorising)
+        for record, moment, factor in zip(records, moments, factors, strict=True):
+            record.reduce_to(moment, factor)
 
     def join(self) -> None:
         """Let the current stream wait for all that was added; the host does not wait."""
         self.flush()
-        for device, streams in self._busy.items():
+        for device in self._busy:
             current = torch.cuda.current_stream(device)
-            for stream in streams:
+            for stream in self._streams[device]:
                 current.wait_stream(stream)
         self._busy.clear()
 
     def forget(self) -> None:
         """Drop what waits: its gradients are gone."""
         self._group, self._bytes = [], 0
-
-    @contextmanager
-    def _beside(self, inputs: list[Tensor]) -> Iterator[None]:
-        """Run what follows beside the current stream, after all that is there already."""
-        device = inputs[0].device
-        if device not in self._streams:
-            self._streams[device] = [torch.cuda.Stream(device) for _ in range(STREAMS)]
-        stream = self._streams[device][self._turn]
-        self._turn = (self._turn + 1) % STREAMS
-        stream.wait_stream(torch.cuda.current_stream(device))
-        self._busy.setdefault(device, set()).add(stream)
-        with torch.cuda.stream(stream):
-            yield
-        for tensor in inputs:
-            tensor.record_stream(stream)  # its memory is not used again before that is over
 
 
 def _kind_of(record: Record) -> Hashable:
@@ -116,12 +110,16 @@ def _factorise(moments: Tensor, damping: Damping, rows: int) -> list[Factor]:
     """The factors of moments ``[layers, groups, D, D]``."""
     from consequent.kernels.factor import LARGEST, inverse_factor
 
-    if moments.dtype == torch.float32 and moments.shape[1] == 1 and 0 < moments.shape[-1] <= LARGEST:
-        inverses, statuses = inverse_factor(moments[:, 0], damping.value, rows=rows if damping.relative else None)
-        return [Factor(damping, inverse, status) for inverse, status in zip(inverses, statuses, strict=True)]
+    if moments.dtype == torch.float32 and 0 < moments.shape[-1] <= LARGEST:
+        inverses, statuses = inverse_factor(
+            moments.flatten(0, 1), damping.value, rows=rows if damping.relative else None
+        )
+        shape = moments.shape[:2]
+        pairs = zip(inverses.unflatten(0, shape), statuses.unflatten(0, shape), strict=True)
+        return [Factor(damping, inverse, status) for inverse, status in pairs]
     factors = []
     for moment in moments:
         level = damping.absolute(moment.diagonal(dim1=-2, dim2=-1).sum(-1), rows)
-        lower, info = torch.linalg.cholesky_ex(add_to_diagonal(moment, level))
+        lower, info = cholesky(add_to_diagonal(moment, level))
         factors.append(Factor(damping, lower=lower, info=info))
     return factors

@@ -58,7 +58,7 @@ class FusedStep:
         assert factor is not None
         assert factor.inverse is not None
         assert factor.status is not None
-        self._features.append(FeatureLayer(weight_grad, bias_grad, factor.inverse, factor.status, scale))
+        self._features.append(FeatureLayer(weight_grad, bias_grad, factor.inverse[0], factor.status[0], scale))
         self.sides[record] = "features"
 
     def _take_dense(

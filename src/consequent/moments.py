@@ -15,6 +15,9 @@ __all__ = ["second_moment", "second_moments"]
 # Forming a patch costs about as much as this many multiplications per entry.
 COST_OF_COPYING = 64
 
+# The kernel for several layers sums over images, 32 at a time.
+FEWEST_IMAGES = 16
+
 
 def second_moment(layer: Layer, inputs: Tensor, *, ones: bool) -> Tensor:
     r"""``Σ x xᵀ`` over the rows of the layer's input matrix (``X Xᵀ`` in the paper's orientation).
@@ -64,7 +67,26 @@ def second_moments(layer: Layer, inputs: list[Tensor], *, ones: bool) -> Tensor:
         inputs: an input for each layer.
         ones: whether every row gets a last entry 1.
     """
-    return torch.stack([second_moment(layer, tensor, ones=ones) for tensor in inputs])
+    if _is_done_together(layer, inputs[0]):
+        from consequent.kernels.lags import lag_moments
+
+        return lag_moments(inputs, ones=ones)[:, None]
+    moments = [second_moment(layer, tensor, ones=ones) for tensor in inputs]
+    return moments[0][None] if len(moments) == 1 else torch.stack(moments)
+
+
+def _is_done_together(layer: Layer, inputs: Tensor) -> bool:
+    """Whether a kernel takes several such layers: 3 × 3 convolutions that keep the image's size."""
+    return (
+        isinstance(layer, nn.Conv2d)
+        and inputs.ndim == 4
+        and (*layer.kernel_size, *layer.stride, *layer.dilation) == (3, 3, 1, 1, 1, 1)
+        and layers.padding_sides(layer) == [(1, 1), (1, 1)]
+        and layer.padding_mode == "zeros"
+        and layer.groups == 1
+        and inputs.dtype != torch.float64
+        and len(inputs) >= FEWEST_IMAGES
+    )
 
 
 def _moment_by_kernel(layer: Layer, inputs: Tensor, *, ones: bool) -> Tensor | None:

@@ -18,6 +18,8 @@ features (D × D)      ``U (Xᵀ X + λI) = ΔZᵀ X``              more samples
 Everything in this file is a pure function on matrices; layers are brought to this form elsewhere.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -140,9 +142,10 @@ def damped_solve_or_fall_back(
             float64 and the choice is made on the device.
         factorised: what ``torch.linalg.cholesky_ex`` gave for ``matrix + λI``, if it was asked already.
     """
-    factor, info = factorised or torch.linalg.cholesky_ex(add_to_diagonal(matrix, damping))
+    factor, info = factorised or cholesky(add_to_diagonal(matrix, damping))
     failed = info > 0
-    solution = torch.cholesky_solve(right, factor)
+    with _capturable_solvers(matrix):
+        solution = torch.cholesky_solve(right, factor)
     if not may_wait:
         chosen = torch.where(failed[..., None, None], _shortened(matrix, right, damping), solution)
         return Solved(chosen, fallen_back=failed.sum())
@@ -153,6 +156,39 @@ def damped_solve_or_fall_back(
     except LinAlgError:
         chosen = torch.where(failed[..., None, None], _shortened(matrix, right, damping), solution)
         return Solved(chosen, fallen_back=int(failed.sum()))
+
+
+def solve_with_inverse_factor(inverse: Tensor, status: Tensor, right: Tensor) -> Solved:
+    """``(matrix + λI)⁻¹ right`` with what :mod:`consequent.kernels.factor` made of the matrix; never waits.
+
+    Args:
+        inverse: ``[..., m, m]``, the inverse of the Cholesky factor.
+        status: ``[..., 4]``: trace, λ, 1 if it could be factorised, and a number that is not needed here.
+        right: ``[..., m, k]``.
+    """
+    trace, level, is_good, _ = status[..., None, None].unbind(-3)
+    solution = torch.where(is_good > 0, inverse.mT @ (inverse @ right), right / (trace + level))
+    return Solved(solution, fallen_back=(is_good == 0).sum())
+
+
+def cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The lower factor and, where that failed, what is not 0; never waits for a GPU."""
+    with _capturable_solvers(matrix):
+        factor, info = torch.linalg.cholesky_ex(matrix)
+    return factor, info
+
+
+@contextmanager
+def _capturable_solvers(matrix: Tensor) -> Iterator[None]:
+    """On a GPU, cuSOLVER: for several matrices torch may prefer MAGMA, which waits and cannot be in a CUDA graph."""
+    if not matrix.is_cuda:
+        yield
+        return
+    before = torch.backends.cuda.preferred_linalg_library("cusolver")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_linalg_library(before)
 
 
 def quick_solve(matrix: Tensor, right: Tensor, damping: float | Tensor) -> Tensor | None:

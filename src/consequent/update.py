@@ -10,7 +10,7 @@ from consequent import layers
 from consequent.explained import factor_of_gradient, factor_on_device, is_explained
 from consequent.input_matrix import InputMatrix, columns_with_gradient, gradient_matrix, split, trained
 from consequent.record import Record
-from consequent.ridge import correct_any_gradient, damped_solve_or_fall_back, quick_solve
+from consequent.ridge import correct_any_gradient, damped_solve_or_fall_back, quick_solve, solve_with_inverse_factor
 from consequent.settings import Damping
 
 
@@ -85,13 +85,16 @@ def _on_feature_side(record: Record, damping: Damping, *, may_wait: bool) -> Upd
         pseudo_inverse = torch.linalg.pinv(moment.double(), hermitian=True)
         return Update(record, "features", finite, (gradient.double() @ pseudo_inverse).to(gradient.dtype))
     level = damping.absolute(trace, record.rows)
-    factorised = None
-    factor = record.factor
-    if factor is not None and factor.damping == damping and factor.lower is not None and factor.info is not None:
-        factorised = factor.lower, factor.info
-    if len(columns) < record.columns:
-        factorised = None  # of another matrix
-    solved = damped_solve_or_fall_back(moment, gradient.mT, level, may_wait=may_wait, factorised=factorised)
+    factor = record.factor if len(columns) == record.columns else None  # otherwise it is of another matrix
+    if factor is not None and factor.damping != damping:
+        factor = None
+    if factor is not None and factor.inverse is not None and factor.status is not None and not may_wait:
+        solved = solve_with_inverse_factor(factor.inverse, factor.status, gradient.mT)
+    else:
+        factorised = None
+        if factor is not None and factor.lower is not None and factor.info is not None:
+            factorised = factor.lower, factor.info
+        solved = damped_solve_or_fall_back(moment, gradient.mT, level, may_wait=may_wait, factorised=factorised)
     finite = finite & solved.solution.sum().isfinite()
     return Update(
         record,

@@ -3,7 +3,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from consequent.kernels.factor import LARGEST, inverse_factor
+from consequent.kernels.factor import LARGEST, Team, factor_by, inverse_factor, plan_team
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy in the interpreter, about NaN
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,6 +61,7 @@ def test_conditions(size, condition):
     check_factor(moment, W, status, 0.0)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="too slow in the interpreter")
 @pytest.mark.parametrize("size", LARGE_SIZES)
 @pytest.mark.parametrize("condition", [10.0, 1e5])
@@ -70,6 +71,58 @@ def test_large_factor(size, condition):
     check_factor(moment, W, status, 1e-4)
     for _ in range(20):  # a race would not show every time
         assert torch.equal(inverse_factor(moment, 1e-4)[0], W)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+@pytest.mark.parametrize("members", [2, 3, 7, 20])
+@pytest.mark.parametrize("size", [33, 64, 65, 145, 200, 289, 577])
+def test_teams_of_any_size(size, members):
+    moments = torch.stack([moment_of(size, 1e3, seed) for seed in range(5)])
+    alone, _ = factor_by(Team(1), moments, 0.01)
+    W, status = factor_by(Team(members), moments, 0.01)
+    for each in range(5):
+        check_factor(moments[each], W[each], status[each], 0.01)
+    torch.testing.assert_close(W, alone, rtol=0, atol=1e-3 * alone.abs().max().item())
+    for _ in range(50):  # a race would not show every time
+        again, status_again = factor_by(Team(members), moments, 0.01)
+        assert torch.equal(again, W)
+        assert torch.equal(status_again, status)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+def test_more_teams_than_the_device_can_run_at_once():
+    moment = moment_of(200, 1e3)
+    W, _ = inverse_factor(moment, 0.01)
+    many, status = inverse_factor(moment.expand(300, 200, 200), 0.01)
+    assert torch.equal(many, W.expand_as(many))
+    assert (status[:, 2] == 1).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+def test_several_streams_and_other_work_at_once():
+    moments = [torch.stack([moment_of(size, 1e3, seed) for seed in range(8)]) for size in (577, 289, 145, 1000)]
+    expected = [inverse_factor(each, 0.01)[0] for each in moments]
+    streams = [torch.cuda.Stream() for _ in moments]
+    work = torch.randn(4096, 4096, device=DEVICE)
+    torch.cuda.synchronize()
+    for _ in range(10):
+        found = []
+        for stream, each in zip(streams, moments, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(inverse_factor(each, 0.01)[0])
+            work @ work
+        torch.cuda.synchronize()
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_the_interpreter_runs_one_program_at_a_time():
+    moment = torch.zeros(3, 200, 200)
+    assert plan_team(moment) == Team(1)
+    if not INTERPRETED:
+        assert plan_team(moment.to(DEVICE)).members == 1 + 4
 
 
 def test_large_factor_of_three_tiles():
@@ -142,11 +195,13 @@ def test_bad_arguments_are_refused():
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 def test_capture():
-    moment = moment_of(145, 100)
+    moment = torch.stack([moment_of(145, 100, seed) for seed in range(2)])
     W, status = inverse_factor(moment, 0.1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured_W, captured_status = inverse_factor(moment, 0.1)
-    graph.replay()
-    assert torch.equal(W, captured_W)
-    assert torch.equal(status, captured_status)
+    for _ in range(3):  # the counters have to start anew each time
+        captured_W.zero_()
+        graph.replay()
+        assert torch.equal(W, captured_W)
+        assert torch.equal(status, captured_status)

@@ -6,7 +6,6 @@ from consequent.moments import second_moment
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from consequent.kernels.lags import lag_moment, suits_lags
 from consequent.kernels.moment import patch_moment, row_moment
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,7 +75,6 @@ def test_moment_of_large_images(channels, layout):
     for precision, tolerance in (("tf32x3", 1e-5), ("tf32", 3e-3)):
         moment = patch_moment(inputs, (3, 3), ones, ones, ones, ones=True, precision=precision)
         assert_close(moment, expected, tolerance)
-        assert_close(lag_moment(inputs, ones=True, precision=precision), expected, tolerance)
     moment = patch_moment(inputs, (3, 3), twos, ones, ones, ones=True)
     assert_close(moment, expected_moment(inputs, (3, 3), twos, ones, ones, True), 3e-3)
 
@@ -89,45 +87,17 @@ def test_moment_of_rows(rows, size, ones):
     assert_close(moment, second_moment(nn.Linear(size, 1), inputs.cpu().double(), ones=ones)[0], 1e-6)
 
 
-# channels, height, width, dilation, ones
-LAGGED = [
-    (3, 6, 5, (1, 1), True),
-    (17, 4, 4, (1, 1), True),
-    (5, 9, 7, (2, 1), False),
-    (2, 2, 3, (2, 4), True),  # the borders overlap, and a tap may see nothing at all
-    (2, 1, 1, (1, 1), True),
-]
-
-
-@pytest.mark.parametrize("case", LAGGED, ids=str)
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided"])
-def test_moment_from_lags(case, layout):
-    channels, height, width, dilation, ones = case
-    assert suits_lags((3, 3), (1, 1), dilation, dilation)
-    inputs = images((3, channels, height, width), layout)
-    moment = lag_moment(inputs, dilation, ones=ones, precision="ieee")
-    assert_close(moment, expected_moment(inputs, (3, 3), (1, 1), dilation, dilation, ones), 1e-6)
-
-
-def test_lags_suit_only_what_they_know():
-    assert not suits_lags((3, 3), (2, 2), (1, 1), (1, 1))
-    assert not suits_lags((3, 3), (1, 1), (0, 0), (1, 1))
-    assert not suits_lags((5, 5), (1, 1), (2, 2), (1, 1))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_inputs_of_half_the_size_are_summed_in_float32(dtype):
     inputs = images((4, 5, 8, 8), "channels_last", dtype)
     expected = expected_moment(inputs, (3, 3), (1, 1), (1, 1), (1, 1), True)
     assert_close(patch_moment(inputs, (3, 3), (1, 1), (1, 1), (1, 1), ones=True), expected, 1e-5)
-    assert_close(lag_moment(inputs, ones=True), expected, 1e-5)
 
 
 def test_bf16_precision_rounds_the_inputs_and_nothing_else():
     inputs = images((4, 5, 8, 8), "contiguous")
     expected = expected_moment(inputs.bfloat16(), (3, 3), (1, 1), (1, 1), (1, 1), True)
     assert_close(patch_moment(inputs, (3, 3), (1, 1), (1, 1), (1, 1), ones=True, precision="bf16"), expected, 1e-5)
-    assert_close(lag_moment(inputs, ones=True, precision="bf16"), expected, 1e-5)
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
@@ -135,12 +105,9 @@ def test_constant_features_leave_a_positive_semi_definite_moment(precision):
     """The ones and the features must be rounded alike, or features that hardly vary get a negative variance."""
     noise = images((4, 2, 8, 8), "contiguous")
     inputs = 1.2345 + 1e-4 * noise
-    for moment in (
-        patch_moment(inputs, (3, 3), (1, 1), (1, 1), (1, 1), ones=True, precision=precision),
-        lag_moment(inputs, ones=True, precision=precision),
-    ):
-        eigenvalues = torch.linalg.eigvalsh(moment.cpu().double())
-        assert eigenvalues[0] >= -1e-5 * eigenvalues[-1]
+    moment = patch_moment(inputs, (3, 3), (1, 1), (1, 1), (1, 1), ones=True, precision=precision)
+    eigenvalues = torch.linalg.eigvalsh(moment.cpu().double())
+    assert eigenvalues[0] >= -1e-5 * eigenvalues[-1]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
@@ -148,17 +115,13 @@ def test_what_is_not_finite_is_seen_on_the_diagonal():
     for bad in (float("nan"), float("inf")):
         inputs = images((2, 3, 4, 4), "contiguous")
         inputs[1, 2, 3, 3] = bad
-        for moment in (
-            patch_moment(inputs, (3, 3), (1, 1), (1, 1), (1, 1), ones=True),
-            lag_moment(inputs, ones=True),
-        ):
-            assert not moment.trace().isfinite()
+        moment = patch_moment(inputs, (3, 3), (1, 1), (1, 1), (1, 1), ones=True)
+        assert not moment.trace().isfinite()
 
 
 def test_no_images_give_zeros():
     empty = torch.empty(0, 3, 4, 4, device=DEVICE)
     assert torch.equal(patch_moment(empty, (3, 3), (1, 1), (1, 1), (1, 1), ones=True).cpu(), torch.zeros(28, 28))
-    assert torch.equal(lag_moment(empty, ones=False).cpu(), torch.zeros(27, 27))
     assert torch.equal(row_moment(torch.empty(0, 3, device=DEVICE), ones=False).cpu(), torch.zeros(3, 3))
 
 
@@ -188,16 +151,15 @@ def test_offsets_beyond_32_bits(layout):
     inputs.copy_(images((3, 4, 4, 4), "contiguous"))
     expected = expected_moment(inputs, (3, 3), (1, 1), (1, 1), (1, 1), True)
     assert_close(patch_moment(inputs, (3, 3), (1, 1), (1, 1), (1, 1), ones=True), expected, 1e-5)
-    assert_close(lag_moment(inputs, ones=True), expected, 1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 def test_capture_and_repetition():
     inputs = images((32, 16, 16, 16), "channels_last")
-    moments = [patch_moment(inputs, (3, 3), (1, 1), (1, 1), (1, 1), ones=True), lag_moment(inputs, ones=True)]
+    moment = patch_moment(inputs, (3, 3), (1, 1), (1, 1), (1, 1), ones=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        again = [patch_moment(inputs, (3, 3), (1, 1), (1, 1), (1, 1), ones=True), lag_moment(inputs, ones=True)]
+        again = patch_moment(inputs, (3, 3), (1, 1), (1, 1), (1, 1), ones=True)
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(moments, again, strict=True))
+    assert torch.equal(moment, again)

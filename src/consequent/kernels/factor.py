@@ -1,16 +1,20 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The inverse Cholesky factor of a second moment, in one launch that needs one multiprocessor only.
+"""The inverse Cholesky factor of a second moment, in one launch, each matrix by a team of programs.
 
-A layer's ``S + λI = L Lᵀ`` is factorised while the backward pass goes on for the layers before it, so what counts is
-not to be in the way: one launch, one program per matrix, nothing for the host to wait for. What is kept is ``W = L⁻¹``,
-since ``G (S + λI)⁻¹ = (G Wᵀ) W`` are then two ordinary products.
+``S + λI = L Lᵀ`` is factorised while the backward pass goes on for the layers before it: one launch, few
+multiprocessors, nothing for the host to wait for. What is kept is ``W = L⁻¹``, since ``G (S + λI)⁻¹ = (G Wᵀ) W`` are
+then two ordinary products.
 
-Both matrices grow block by block. With ``j`` the block at hand and ``k < j < i`` those before and after it::
+``[S + λI | I]`` is eliminated until it is ``[Lᵀ | W]``, a block of rows per step. Step ``j`` reads one block of columns
+of a square of tiles, the state ``Q``: above the diagonal it holds what has become of the identity (transposed), below
+it what is left of ``S + λI``. With ``W[j, j]`` the inverse Cholesky factor of what is left of the diagonal tile ``j``::
 
-    L[i, j] = (S[i, j] − Σₖ L[i, k] L[j, k]ᵀ) W[j, j]ᵀ
-    W[j, k] = −W[j, j] Σₘ L[j, m] W[m, k]               k ≤ m < j
+    V[x] = Q[x, j] W[j, j]ᵀ                 with the identity for Q[j, j]; then W[j, x] = V[x]ᵀ for x ≤ j
+    Q[x, y] ← Q[x, y] − V[x] V[y]ᵀ          for y > j, and x ≤ j or x ≥ y; with zero for Q[j, y]
 
-Only the diagonal blocks are eliminated column by column; everything else is products of tiles.
+The elimination of the diagonal tiles is what everything has to wait for. One program of a team, the leader, does
+nothing else: it brings the next diagonal tile up to date and eliminates it, while the others, the workers, each update
+rows of tiles. The tiles that the next step reads come first.
 """
 
 from dataclasses import dataclass
@@ -24,9 +28,10 @@ from consequent.kernels.table import device_guard
 
 __all__ = ["LARGEST", "inverse_factor"]
 
-LARGEST = 1024  # features; one multiprocessor takes too long beyond
+LARGEST = 1024  # features
 
-_BLOCK = 32  # a diagonal block: each of its columns is a step that waits for the one before
+_TILE = 32  # features eliminated per step
+_FEW_TILES = 12  # up to which a worker keeps up with the leader even if it has two rows of tiles
 
 
 def inverse_factor(moment: Tensor, damping: float, *, rows: int | None = None) -> tuple[Tensor, Tensor]:
@@ -53,84 +58,107 @@ def inverse_factor(moment: Tensor, damping: float, *, rows: int | None = None) -
         ValueError: for a moment that is not square, empty, or too large.
         TypeError: for a moment that is not float32.
     """
-    size = _check_moment(moment)
+    _check_moment(moment)
+    return factor_by(plan_team(moment), moment, damping, rows=rows)
+
+
+@dataclass(frozen=True)
+class Team:
+    """How the work on a matrix is cut up."""
+
+    members: int  # programs per matrix, all of which have to run at the same time; one does without waiting
+    chunk: int = 128  # columns updated at a time
+    warps: int = 4
+
+
+def plan_team(moment: Tensor) -> Team:
+    """A leader, and workers enough not to keep it waiting, if the device can run that many at once."""
+    tiles = -(-moment.shape[-1] // _TILE)
+    if tiles == 1 or moment.device.type != "cuda":  # the latter is Triton's interpreter: one program after the other
+        return Team(1)
+    workers = tiles if tiles > _FEW_TILES else -(-tiles // 2)
+    return Team(min(1 + workers, torch.cuda.get_device_properties(moment.device).multi_processor_count))
+
+
+def factor_by(team: Team, moment: Tensor, damping: float, *, rows: int | None = None) -> tuple[Tensor, Tensor]:
+    """:func:`inverse_factor` by teams of a size of one's own choice."""
+    size = moment.shape[-1]
     moment = moment.contiguous()
     count = moment.numel() // size**2
-    padded = -(-size // _BLOCK) * _BLOCK
-    plan = tiling(size)
+    tiles = -(-size // _TILE)
     inverse = torch.empty_like(moment)
     status = moment.new_empty((*moment.shape[:-2], 4))
-    scratch = moment.new_empty(2 * count * padded**2)  # L and W in rows whose length suits the loads
+    scratch = moment.new_empty(count * (2 * tiles**2 + tiles) * _TILE**2)
+    arrivals = torch.zeros(2 * count, dtype=torch.int32, device=moment.device) if team.members > 1 else status
     with device_guard(moment.device):
-        _factorise[(count,)](
+        # Members wait for each other, so a team has to run at the same time. Programs start in their order and members
+        # are neighbours: if not all teams fit on the device at once, the first ones do, and make place for the others.
+        _factorise[(count * team.members,)](
             moment,
             inverse,
             status,
             scratch,
+            arrivals,
             size,
-            padded,
+            tiles,
+            team.members,
             damping if rows is None else damping / max(rows, 1),
             RELATIVE=rows is not None,
-            HALF=_BLOCK // 2,
-            TILE=plan.tile,
+            TILE=_TILE,
+            CHUNK=team.chunk,
+            ALONE=team.members == 1,
             LARGEST=LARGEST,
-            num_warps=plan.warps,
-            num_stages=plan.stages,
+            num_warps=team.warps,
+            num_stages=1,
         )
     return inverse, status
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """How the work is cut up."""
-
-    tile: int  # rows or columns of a product at a time
-    warps: int
-    stages: int
-
-
-def tiling(size: int) -> Tiling:
-    """The tiling for so many features: no more rows at a time than there are."""
-    return Tiling(tile=32, warps=4, stages=3) if size <= 2 * _BLOCK else Tiling(tile=128, warps=8, stages=3)
-
-
-def _check_moment(moment: Tensor) -> int:
+def _check_moment(moment: Tensor) -> None:
     if moment.dtype != torch.float32:
         raise TypeError(f"the moment must be float32, got {moment.dtype}; convert it with .float()")
     if moment.ndim not in (2, 3) or moment.shape[-1] != moment.shape[-2] or moment.numel() == 0:
         raise ValueError(f"the moment must be [D, D] or [groups, D, D] and not empty, got shape {list(moment.shape)}")
-    size = moment.shape[-1]
-    if size > LARGEST:
-        raise ValueError(f"a moment of {size} features is too large for one multiprocessor, the limit is {LARGEST}")
-    return size
+    if moment.shape[-1] > LARGEST:
+        raise ValueError(f"a moment of {moment.shape[-1]} features is too large, the limit is {LARGEST}")
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=["size", "tiles", "team"])
 def _factorise(
     moments,
     inverses,
     statuses,
     scratch,
+    arrivals,
     size,
-    padded,
+    tiles,
+    team,
     damping,
     RELATIVE: tl.constexpr,
-    HALF: tl.constexpr,
     TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ALONE: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """One program factorises one matrix; ``padded`` is ``size`` rounded up to whole blocks.
+    """A team of programs factorises one matrix of ``tiles × tiles`` tiles.
 
-    What lies in the padding is the identity: it neither disturbs the rest nor needs to be masked.
+    What lies in them beyond the matrix is the identity: it neither disturbs the rest nor needs to be masked.
     """
-    matrix = tl.program_id(0).to(tl.int64)
+    matrix = (tl.program_id(0) // team).to(tl.int64)
+    member = tl.program_id(0) % team
+    leads = member == 0
+    worker = member if ALONE else member - 1
+    works = worker >= 0
+    workers = 1 if ALONE else team - 1
     moment = moments + matrix * size * size
     inverse = inverses + matrix * size * size
     status = statuses + matrix * 4
-    factor = scratch + matrix * 2 * padded * padded
-    grown = factor + padded * padded  # W so far
-    BLOCK: tl.constexpr = 2 * HALF
-    within = tl.arange(0, BLOCK)
+    width = tiles * TILE
+    state = scratch + matrix * (2 * width + TILE) * width  # Q, row after row
+    products = state + width * width  # V, one step's [width, TILE] after the other
+    corners = products + width * width  # the diagonal tiles of W
+    eliminated = arrivals + 2 * matrix  # how many steps the leader has done
+    updated = eliminated + 1  # how many steps the workers have done, all together
 
     every = tl.arange(0, LARGEST)
     diagonal = tl.load(moment + every * (size + 1), mask=every < size, other=0.0)
@@ -142,140 +170,201 @@ def _factorise(
     smallest = largest
     failures = 0
 
-    for start in range(0, padded, BLOCK):
-        here = start + within
-        pivots_1, pivots_2 = _grow_corner(moment, factor, grown, start, size, padded, level, HALF)
-        for half in tl.static_range(2):
-            pivots = pivots_1 if half == 0 else pivots_2
-            good = (pivots > 0) & (pivots < float("inf"))
-            failures += tl.sum(tl.where(good, 0, 1), 0)
-            real_pivot = good & (start + half * HALF + tl.arange(0, HALF) < size)
-            smallest = tl.minimum(smallest, tl.min(tl.where(real_pivot, pivots, largest), 0))
-        tl.debug_barrier()  # the corner was written in four parts, which other threads now read as a whole
-        corner = tl.load(grown + here[:, None] * padded + here[None, :])
-        real = (here < size)[:, None] & (here < size)[None, :]
-        tl.store(inverse + here[:, None] * size + here[None, :], corner, mask=real)
+    if works:
+        for x in range(worker, tiles, workers):
+            _start_row(moment, state, x, size, width, level, TILE, CHUNK)
+        _arrive(updated, ALONE)
 
-        for top in range(start + BLOCK, padded, TILE):
-            _grow_factor(moment, factor, corner, top, here, start, size, padded, BLOCK, TILE)
-        for left in range(0, padded, TILE):
-            _grow_inverse(inverse, factor, grown, corner, left, here, start, size, padded, BLOCK, TILE)
-        # The next block reads what was written for this one by other threads, and nothing of this one's own step.
-        tl.debug_barrier()
+    for j in range(tiles):
+        if leads:
+            _wait(updated, tl.maximum(j, 1) * workers, ALONE)
+            pivots_1, pivots_2 = _eliminate(state, corners, j, width, TILE)
+            _arrive(eliminated, ALONE)
+            worst_1, bad_1 = _judge(pivots_1, j * TILE, size, largest)
+            worst_2, bad_2 = _judge(pivots_2, j * TILE + TILE // 2, size, largest)
+            smallest = tl.minimum(smallest, tl.minimum(worst_1, worst_2))
+            failures += bad_1 + bad_2
+        if works:
+            _wait(eliminated, j + 1, ALONE)
+            for x in range(worker, tiles, workers):
+                _update_first(inverse, state, products, corners, x, j, size, width, TILE)
+            if j + 1 < tiles:
+                _arrive(updated, ALONE)
+                _wait(updated, (j + 2) * workers, ALONE)
+                for x in range(worker, tiles, workers):
+                    _update_rest(state, products, x, j, width, TILE, CHUNK)
 
-    tl.store(status, trace)
-    tl.store(status + 1, level)
-    tl.store(status + 2, tl.where(failures == 0, 1.0, 0.0))
-    tl.store(status + 3, smallest / largest)
+    if leads:
+        tl.store(status, trace)
+        tl.store(status + 1, level)
+        tl.store(status + 2, tl.where(failures == 0, 1.0, 0.0))
+        tl.store(status + 3, smallest / largest)
 
 
 @triton.jit
-def _grow_corner(moment, factor, grown, start, size, padded, level, HALF: tl.constexpr):
-    """``W[j, j]``, stored in ``grown``; returns its pivots, each half's of its own.
+def _arrive(counter, ALONE: tl.constexpr):
+    """What this program has written so far may be read by whoever waits for it."""
+    tl.debug_barrier()
+    if not ALONE:
+        tl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def _wait(counter, count, ALONE: tl.constexpr):
+    """Waits until so many arrivals have been counted."""
+    if not ALONE:
+        seen = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+        while seen < count:
+            seen = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+    tl.debug_barrier()
+
+
+@triton.jit
+def _offsets(ROWS: tl.constexpr, COLUMNS: tl.constexpr, stride):
+    return tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def _start_row(moment, state, x, size, width, level, TILE: tl.constexpr, CHUNK: tl.constexpr):
+    """A row of tiles of ``S + λI`` up to its diagonal; of the identity beyond the matrix."""
+    rows = (x * TILE + tl.arange(0, TILE))[:, None]
+    for left in range(0, (x + 1) * TILE, CHUNK):
+        columns = (left + tl.arange(0, CHUNK))[None, :]
+        inside = (rows < size) & (columns < size)
+        tile = tl.load(moment + rows * size + columns, mask=inside, other=0.0)
+        tile += tl.where(rows == columns, tl.where(rows < size, level, 1.0), 0.0)
+        tl.store(state + rows * width + columns, tile, mask=columns < (x + 1) * TILE)
+
+
+@triton.jit
+def _update_first(inverse, state, products, corners, x, j, size, width, TILE: tl.constexpr):
+    """A row's ``V`` and its tiles that are needed first: the next step's, and the diagonal tile after the next."""
+    square = _offsets(TILE, TILE, TILE)
+    tile_square = _offsets(TILE, TILE, width)
+    following = j + 1
+    more = square * 0 + following * TILE < width
+    corner = tl.load(corners + j * TILE * TILE + square)
+    rows = tl.load(state + x * TILE * width + j * TILE + tile_square, mask=square * 0 + x != j, other=0.0)
+    following_rows = tl.load(state + following * TILE * width + j * TILE + tile_square, mask=more, other=0.0)
+    place = state + x * TILE * width + following * TILE + tile_square
+    tile = tl.load(place, mask=more & (x != j), other=0.0)
+
+    product = tl.dot(rows, tl.trans(corner), input_precision="tf32x3")
+    product = tl.where(x == j, tl.trans(corner), product)
+    tl.store(products + (j * width + x * TILE) * TILE + square, product)
+    if (x != following) & (following * TILE < width):
+        following_product = tl.dot(following_rows, tl.trans(corner), input_precision="tf32x3")
+        tile -= tl.dot(product, tl.trans(following_product), input_precision="tf32x3")
+        tl.store(place, tile)
+    if x == j + 2:
+        place = state + x * TILE * (width + 1) + tile_square
+        tl.store(place, tl.load(place) - tl.dot(product, tl.trans(product), input_precision="tf32x3"))
+
+    features = x * TILE + tl.arange(0, TILE)
+    here = j * TILE + tl.arange(0, TILE)
+    real = (features < size)[:, None] & (here < size)[None, :]
+    tl.store(inverse + here[None, :] * size + features[:, None], tl.where(x <= j, product, 0.0), mask=real)
+
+
+@triton.jit
+def _update_rest(state, products, x, j, width, TILE: tl.constexpr, CHUNK: tl.constexpr):
+    """The other tiles of a row: ``Q[x, y] ← Q[x, y] − V[x] V[y]ᵀ``."""
+    product = tl.load(products + (j * width + x * TILE) * TILE + _offsets(TILE, TILE, TILE))
+    first = j + 2 + tl.where(x == j + 2, 1, 0)
+    end = tl.where(x <= j, width, (x + 1) * TILE)
+    for left in range(first * TILE, end, CHUNK):
+        inside = left + tl.arange(0, CHUNK) < end
+        place = state + x * TILE * width + left + _offsets(TILE, CHUNK, width)
+        others = products + (j * width + left) * TILE + _offsets(CHUNK, TILE, TILE)
+        other = tl.load(others, mask=inside[:, None], other=0.0)
+        tile = tl.load(place, mask=inside[None, :] & (x != j), other=0.0)
+        tile -= tl.dot(product, tl.trans(other), input_precision="tf32x3")
+        tl.store(place, tile, mask=inside[None, :])
+
+
+@triton.jit
+def _eliminate(state, corners, j, width, TILE: tl.constexpr):
+    """``W[j, j]``; returns its pivots, each half's of its own.
 
     In halves, since a tile of 16 × 16 fits the registers of every warp: its elimination, of which each column has to
-    wait for the one before, then needs no barriers.
+    wait for the one before, then needs no barriers. Triton gives each warp the whole tile because it is a product of
+    products.
     """
-    within = tl.arange(0, 2 * HALF)
-    first = start + tl.arange(0, HALF)
-    second = first + HALF
-    block_11 = _damped_block(moment, first, first, size, level)
-    block_21 = _damped_block(moment, second, first, size, level)
-    block_22 = _damped_block(moment, second, second, size, level)
-    explained_11 = tl.zeros((HALF, HALF), tl.float32)
-    explained_21 = tl.zeros((HALF, HALF), tl.float32)
-    explained_22 = tl.zeros((HALF, HALF), tl.float32)
-    for k in range(0, start - 2 * HALF, 2 * HALF):
-        rows_1 = tl.load(factor + first[:, None] * padded + (k + within)[None, :])
-        rows_2 = tl.load(factor + second[:, None] * padded + (k + within)[None, :])
-        explained_11 = tl.dot(rows_1, tl.trans(rows_1), explained_11, input_precision="tf32x3")
-        explained_21 = tl.dot(rows_2, tl.trans(rows_1), explained_21, input_precision="tf32x3")
-        explained_22 = tl.dot(rows_2, tl.trans(rows_2), explained_22, input_precision="tf32x3")
-    # The last of the products stands outside the loop: there Triton gives each warp a whole tile, as is wanted below.
-    last = tl.broadcast_to((start - 2 * HALF + within)[None, :], (HALF, 2 * HALF))
-    rows_1 = tl.load(factor + first[:, None] * padded + last, mask=last >= 0, other=0.0)
-    rows_2 = tl.load(factor + second[:, None] * padded + last, mask=last >= 0, other=0.0)
-    block_11 -= tl.dot(rows_1, tl.trans(rows_1), explained_11, input_precision="tf32x3")
-    block_21 -= tl.dot(rows_2, tl.trans(rows_1), explained_21, input_precision="tf32x3")
-    block_22 -= tl.dot(rows_2, tl.trans(rows_2), explained_22, input_precision="tf32x3")
+    HALF: tl.constexpr = TILE // 2
+    corner = corners + j * TILE * TILE
+    diagonal = state + j * TILE * (width + 1)
+    before = tl.arange(0, TILE)[None, :] * 0 + j > 0
+    corner_before = tl.load(corner - TILE * TILE + _offsets(TILE, TILE, TILE), mask=before, other=0.0)
+    beside = diagonal - TILE + _offsets(HALF, TILE, width)
+    rows_1 = tl.load(beside, mask=before, other=0.0)
+    rows_2 = tl.load(beside + HALF * width, mask=before, other=0.0)
+    square = _offsets(HALF, HALF, width)
+    block_11 = tl.load(diagonal + square)
+    block_21 = tl.load(diagonal + HALF * width + square)
+    block_22 = tl.load(diagonal + HALF * width + HALF + square)
 
-    corner_11, pivots_1 = _invert_block(block_11, HALF)
-    factor_21 = tl.dot(block_21, tl.trans(corner_11), input_precision="tf32x3")
+    product_1 = tl.dot(rows_1, tl.trans(corner_before), input_precision="tf32x3")
+    block_11 -= tl.dot(product_1, tl.trans(product_1), input_precision="tf32x3")
+    product_2 = tl.dot(rows_2, tl.trans(corner_before), input_precision="tf32x3")
+    block_21 -= tl.dot(product_2, tl.trans(product_1), input_precision="tf32x3")
+    block_22 -= tl.dot(product_2, tl.trans(product_2), input_precision="tf32x3")
+
+    inverse_11, pivots_1 = _invert_16(block_11)
+    factor_21 = tl.dot(block_21, tl.trans(inverse_11), input_precision="tf32x3")
     block_22 -= tl.dot(factor_21, tl.trans(factor_21), input_precision="tf32x3")
-    corner_22, pivots_2 = _invert_block(block_22, HALF)
-    passed_on = tl.dot(factor_21, corner_11, input_precision="tf32x3")
-    corner_21 = -tl.dot(corner_22, passed_on, input_precision="tf32x3")
-
-    tl.store(grown + first[:, None] * padded + first[None, :], corner_11)
-    tl.store(grown + first[:, None] * padded + second[None, :], tl.zeros((HALF, HALF), tl.float32))
-    tl.store(grown + second[:, None] * padded + first[None, :], corner_21)
-    tl.store(grown + second[:, None] * padded + second[None, :], corner_22)
+    inverse_22, pivots_2 = _invert_16(block_22)
+    passed_on = tl.dot(factor_21, inverse_11, input_precision="tf32x3")
+    inverse_21 = -tl.dot(inverse_22, passed_on, input_precision="tf32x3")
+    square = _offsets(HALF, HALF, TILE)
+    tl.store(corner + square, inverse_11)
+    tl.store(corner + HALF + square, tl.zeros((HALF, HALF), tl.float32))
+    tl.store(corner + HALF * TILE + square, inverse_21)
+    tl.store(corner + HALF * TILE + HALF + square, inverse_22)
     return pivots_1, pivots_2
 
 
 @triton.jit
-def _damped_block(moment, rows, columns, size, level):
-    """A block of ``S + λI``; of the identity beyond the matrix."""
-    rows, columns = rows[:, None], columns[None, :]
-    inside = (rows < size) & (columns < size)
-    block = tl.load(moment + rows * size + columns, mask=inside, other=0.0)
-    return block + tl.where(rows == columns, tl.where(rows < size, level, 1.0), 0.0)
+def _judge(pivots, start, size, largest):
+    """The smallest good pivot of the matrix, and how many are not positive and finite."""
+    good = (pivots > 0) & (pivots < float("inf"))
+    real = good & (start + tl.arange(0, 16) < size)
+    return tl.min(tl.where(real, pivots, largest), 0), tl.sum(tl.where(good, 0, 1), 0)
 
 
 @triton.jit
-def _invert_block(block, SIZE: tl.constexpr):
-    """``W`` of a small block, and its pivots, by eliminating ``[block | I]`` column by column."""
-    within = tl.arange(0, SIZE)
+def _invert_16(block):
+    """``W`` of a small block, and its pivots, by eliminating ``[block | I]``, both in one tile as in the state.
+
+    Two columns at a time, since what takes time is to tell every thread of a warp about a row: for two rows it takes
+    hardly longer than for one.
+    """
+    within = tl.arange(0, 16)
     rows, columns = within[:, None], within[None, :]
-    inverse = tl.where(rows == columns, 1.0, 0.0)
-    pivots = tl.zeros((SIZE,), tl.float32)
-    for j in range(SIZE):
-        column = tl.sum(tl.where(columns == j, block, 0.0), 1)
-        row = tl.sum(tl.where(rows == j, block, 0.0), 0)
-        inverse_row = tl.sum(tl.where(rows == j, inverse, 0.0), 0)
-        pivot = tl.sum(tl.where(within == j, row, 0.0), 0)
-        pivots = tl.where(within == j, pivot, pivots)
-        multiples = tl.where(within > j, column / tl.where(pivot > 0, pivot, 1.0), 0.0)
-        block -= multiples[:, None] * row[None, :]
-        inverse -= multiples[:, None] * inverse_row[None, :]
+    pivots = tl.zeros((16,), tl.float32)
+    for j in range(0, 16, 2):
+        column_1 = tl.sum(tl.where(columns == j, block, 0.0), 1)
+        column_2 = tl.sum(tl.where(columns == j + 1, block, 0.0), 1)
+        row_1 = tl.sum(tl.where(rows == j, block, 0.0), 0)
+        row_2 = tl.sum(tl.where(rows == j + 1, block, 0.0), 0)
+        pivot_1 = tl.sum(tl.where(within == j, row_1, 0.0), 0)
+        beside = tl.sum(tl.where(within == j + 1, row_1, 0.0), 0)
+        pivot_2 = tl.sum(tl.where(within == j + 1, row_2, 0.0), 0)
+
+        reciprocal_1 = 1.0 / tl.where(pivot_1 > 0, pivot_1, 1.0)
+        multiple = beside * reciprocal_1
+        pivot_2 -= multiple * beside
+        reciprocal_2 = 1.0 / tl.where(pivot_2 > 0, pivot_2, 1.0)
+        row_1 = tl.where(within == j, 1.0, row_1)
+        row_2 = tl.where(within == j, 0.0, row_2) - multiple * row_1
+        column_2 -= multiple * column_1
+        multiples_1 = column_1 * reciprocal_1
+        multiples_2 = column_2 * reciprocal_2
+
+        remaining = tl.where((columns == j) | (columns == j + 1), 0.0, block)
+        remaining -= multiples_1[:, None] * tl.where(within == j + 1, 0.0, row_1)[None, :]
+        remaining -= multiples_2[:, None] * tl.where(within == j + 1, 1.0, row_2)[None, :]
+        block = tl.where(rows > j + 1, remaining, tl.where(rows == j + 1, row_2[None, :], block))
+        pivots = tl.where(within == j, pivot_1, tl.where(within == j + 1, pivot_2, pivots))
     scale = 1.0 / tl.sqrt(tl.where(pivots > 0, pivots, 1.0))
+    inverse = tl.where(rows > columns, block, tl.where(rows == columns, 1.0, 0.0))
     return inverse * scale[:, None], pivots
-
-
-@triton.jit
-def _grow_factor(moment, factor, corner, top, here, start, size, padded, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """``L[i, j] = (S[i, j] − Σₖ L[i, k] L[j, k]ᵀ) W[j, j]ᵀ`` for a tile of rows ``i``."""
-    within = tl.arange(0, BLOCK)
-    rows = top + tl.arange(0, TILE)
-    explained = tl.zeros((TILE, BLOCK), tl.float32)
-    for k in range(0, start, BLOCK):
-        below = tl.load(
-            factor + rows[:, None] * padded + (k + within)[None, :], mask=(rows < padded)[:, None], other=0.0
-        )
-        beside = tl.load(factor + here[None, :] * padded + (k + within)[:, None])
-        explained = tl.dot(below, beside, explained, input_precision="tf32x3")
-    inside = (rows < size)[:, None] & (here < size)[None, :]
-    remaining = tl.load(moment + rows[:, None] * size + here[None, :], mask=inside, other=0.0) - explained
-    grown = tl.dot(remaining, tl.trans(corner), input_precision="tf32x3")
-    tl.store(factor + rows[:, None] * padded + here[None, :], grown, mask=(rows < padded)[:, None])
-
-
-@triton.jit
-def _grow_inverse(
-    inverse, factor, grown, corner, left, here, start, size, padded, BLOCK: tl.constexpr, TILE: tl.constexpr
-):
-    """``W[j, k] = −W[j, j] Σₘ L[j, m] W[m, k]`` for a tile of columns ``k``, and the zeros to the right of ``j``."""
-    within = tl.arange(0, BLOCK)
-    columns = left + tl.arange(0, TILE)
-    passed_on = tl.zeros((BLOCK, TILE), tl.float32)
-    for m in range(left, start, BLOCK):
-        beside = tl.load(factor + here[:, None] * padded + (m + within)[None, :])
-        above = tl.load(
-            grown + (m + within)[:, None] * padded + columns[None, :], mask=(columns < padded)[None, :], other=0.0
-        )
-        passed_on = tl.dot(beside, above, passed_on, input_precision="tf32x3")
-    row = tl.where((columns < start)[None, :], -tl.dot(corner, passed_on, input_precision="tf32x3"), 0.0)
-    beyond_corner = (columns < start) | (columns >= start + BLOCK)
-    tl.store(grown + here[:, None] * padded + columns[None, :], row, mask=(beyond_corner & (columns < padded))[None, :])
-    real = (here < size)[:, None] & (beyond_corner & (columns < size))[None, :]
-    tl.store(inverse + here[:, None] * size + columns[None, :], row, mask=real)

@@ -8,8 +8,8 @@ from consequent.moments import second_moment
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from consequent.kernels import padded_lags
-from consequent.kernels.padded_lags import same_moments
+from consequent.kernels import lags
+from consequent.kernels.lags import lag_moments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -20,9 +20,9 @@ def images(shape, channels_last, dtype=torch.float32, seed=0):
 
 
 def rounded(inputs):
-    """To TF32, by another way than the kernel's: 10 digits after the leading one."""
+    """To TF32, by another way than the kernel's: 10 digits after the leading one, halves away from zero."""
     mantissa, exponent = torch.frexp(inputs.double())
-    return torch.ldexp(torch.round(mantissa * 2**11), exponent - 11)
+    return torch.ldexp(mantissa.sign() * (mantissa.abs() * 2**11 + 0.5).floor(), exponent - 11)
 
 
 def expected_moments(inputs, ones):
@@ -41,39 +41,39 @@ def assert_close(moments, expected, tolerance):
 def random_cases(count):
     chance = random.Random(3)
     for number in range(count):
-        shape = tuple(chance.randint(1, most) for most in (4, 20, 9, 9))
-        yield pytest.param(shape, 1 + number // 3, number % 2 == 0, number % 3 == 0, id=f"{number}-{shape}")
+        shape = tuple(chance.randint(1, most) for most in (4, 20, 7, 9))
+        yield pytest.param(shape, 1 + number // 2, number % 2 == 0, number % 3 == 0, id=f"{number}-{shape}")
 
 
-@pytest.mark.parametrize(("shape", "layers", "channels_last", "ones"), list(random_cases(6)))
+@pytest.mark.parametrize(("shape", "layers", "channels_last", "ones"), list(random_cases(5)))
 def test_moments_of_random_shapes(shape, layers, channels_last, ones):
     inputs = [images(shape, channels_last, seed=seed) for seed in range(layers)]
-    assert_close(same_moments(inputs, ones=ones), expected_moments([rounded(x) for x in inputs], ones), 2e-6)
+    assert_close(lag_moments(inputs, ones=ones), expected_moments([rounded(x) for x in inputs], ones), 2e-6)
 
 
-@pytest.mark.parametrize("shape", [(33, 17, 2, 5), (1, 70, 1, 2), (130, 2, 2, 3), (1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(33, 17, 2, 5), (1, 65, 1, 2), (130, 2, 2, 3), (1, 1, 1, 1)], ids=str)
 def test_moments_of_many_images_or_channels(shape):
     inputs = [images(shape, channels_last=True)]
-    assert_close(same_moments(inputs, ones=True), expected_moments([rounded(x) for x in inputs], True), 2e-6)
+    assert_close(lag_moments(inputs, ones=True), expected_moments([rounded(x) for x in inputs], True), 2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_multiplied_as_it_is(dtype):
     inputs = [images((3, 5, 3, 6), True, dtype)]
-    assert_close(same_moments(inputs, ones=True), expected_moments(inputs, True), 2e-6)
+    assert_close(lag_moments(inputs, ones=True), expected_moments(inputs, True), 2e-6)
 
 
 def test_views_with_any_strides():
     every = images((4, 9, 7, 10), channels_last=True)
     view = every[1:, 2:7, :, ::2]
     assert not view.is_contiguous(memory_format=torch.channels_last)
-    assert_close(same_moments([view], ones=False), expected_moments([rounded(view)], False), 2e-6)
+    assert_close(lag_moments([view], ones=False), expected_moments([rounded(view)], False), 2e-6)
 
 
 def test_more_layers_than_one_launch_turns_around():
     inputs = [images((3, 2, 3, 4), False, seed=seed) for seed in range(9)]
-    cut = padded_lags._cut(inputs[0].shape, 9, True, inputs[0].device)
-    turned, sums = padded_lags._turn(inputs, cut, True)
+    cut = lags._cut(inputs[0].shape, 9, True, inputs[0].device)
+    turned, sums = lags._turn(inputs, cut, True)
     expected = torch.stack([rounded(x.cpu()).permute(2, 3, 1, 0) for x in inputs])
     turned = turned.cpu().double().view(*expected.shape[:-1], cut.images)
     assert torch.equal(turned[..., :3], expected)
@@ -86,26 +86,28 @@ def test_more_layers_than_one_launch_turns_around():
 def test_a_number_that_is_none_shows(value):
     good, bad = images((2, 3, 2, 3), True), images((2, 3, 2, 3), True, seed=1)
     bad[1, 2, 0, 2] = value
-    moments = same_moments([good, bad], ones=False)
+    moments = lag_moments([good, bad], ones=False)
     assert moments[0].isfinite().all()
     assert not moments[1].isfinite().all()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter runs one program after the other")
 def test_the_same_bits_every_time():
-    inputs = [images((4, 6, 3, 4), True)]
-    assert torch.equal(same_moments(inputs, ones=True), same_moments(inputs, ones=True))
+    inputs = [images((128, 16, 32, 32), True)]
+    assert torch.equal(lag_moments(inputs, ones=True), lag_moments(inputs, ones=True))
 
 
 def test_no_pixels():
-    assert not same_moments([torch.zeros(0, 3, 4, 4, device=DEVICE)] * 2, ones=True).any()
+    assert not lag_moments([torch.zeros(0, 3, 4, 4, device=DEVICE)] * 2, ones=True).any()
 
 
 def test_layers_must_be_alike():
     inputs = images((2, 3, 4, 4), True)
     for other in (inputs[:, :2], inputs.contiguous(), inputs.bfloat16()):
         with pytest.raises(ValueError, match="number 1"):
-            same_moments([inputs, other], ones=False)
+            lag_moments([inputs, other], ones=False)
     with pytest.raises(ValueError, match="no inputs"):
-        same_moments([], ones=False)
+        lag_moments([], ones=False)
     with pytest.raises(TypeError, match="float64"):
-        same_moments([inputs.double()], ones=False)
+        lag_moments([inputs.double()], ones=False)
