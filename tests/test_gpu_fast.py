@@ -146,7 +146,7 @@ def test_capturing_before_the_first_step_is_refused():
         take_step(fresh, optimizer, inputs, labels)
 
 
-@pytest.mark.parametrize(("make", "most"), [(net, 60), (convolutions, 100)])
+@pytest.mark.parametrize(("make", "most"), [(net, 200), (convolutions, 150)])
 def test_kernel_launches_of_a_correction(make, most):
     """Plain and corrected steps are profiled; the difference is what the correction launches."""
     launches = []

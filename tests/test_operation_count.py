@@ -54,7 +54,7 @@ def calls_per_layer(make, few, many, inputs):
 def test_calls_per_dense_layer():
     """On the sample side: Gram matrix, factorisation, solve, a look at a few rows, the product, finiteness."""
     calls = calls_per_layer(lambda layers: mlp(40, [40] * layers, 10), 2, 6, torch.randn(8, 40))
-    assert calls <= 36
+    assert calls <= 11
 
 
 def test_calls_per_convolution():
@@ -64,13 +64,13 @@ def test_calls_per_convolution():
         body = [module for _ in range(layers) for module in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())]
         return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
-    assert calls_per_layer(make, 2, 6, torch.randn(16, 4, 8, 8)) <= 95
+    assert calls_per_layer(make, 2, 6, torch.randn(16, 4, 8, 8)) <= 67
 
 
 @pytest.mark.parametrize(
     ("model", "inputs", "most"),
     [
-        (lambda: mlp(3072, [800] * 8, 10), torch.randn(32, 3072), 1.40),
+        (lambda: mlp(3072, [800] * 8, 10), torch.randn(32, 3072), 1.42),
         (lambda: residual_net((16, 32, 64), 3, batch_norm=False), torch.randn(16, 3, 32, 32), 1.53),
     ],
     ids=["mlp", "resnet20"],

@@ -16,7 +16,9 @@ everywhere.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,8 +51,9 @@ def operations(window: Window, space: Sizes, channels: int) -> float:
     first, *others = window.kernel_size
     per_pair = channels * channels / window.groups
     frame = sum(
-        prod(positions) * (taps * prod(window.kernel_size) / window.kernel_size[dim]) ** 2
-        for dim, _, taps, positions in _frame(window, space)
+        slab.positions * (slab.taps * prod(window.kernel_size) / window.kernel_size[dim]) ** 2
+        for dim in range(len(space))
+        for slab in _frame(window, space, dim)
     )
     return per_pair * (first * prod(2 * k - 1 for k in others) * prod(space) + frame)
 
@@ -62,42 +65,58 @@ def patch_moment_by_autocorrelation(images: Tensor, window: Window) -> Tensor:
         images: ``[images, channels, *space]``, without the zeros of the padding.
         window: the convolution.
     """
-    space, channels = images.shape[2:], images.shape[1] // window.groups
     moment = _toeplitz(_autocorrelation(images, window), window)
-    taps = tuple(window.kernel_size)
-    blocks = moment.view(window.groups, channels, *taps, channels, *taps)
-    for dim, places, active, _ in _frame(window, space):
-        first, last, tap = places
-        slab = images[(slice(None), slice(None), *[slice(None)] * dim, slice(first, last + 1, window.dilation[dim]))]
-        kernel_size = [*taps[:dim], active, *taps[dim + 1 :]]
+    taps, groups = tuple(window.kernel_size), window.groups
+    channels, dims = images.shape[1] // groups, len(taps)
+    blocks = moment.view(groups, channels, *taps, channels, *taps)
+    for dim, alike in _alike(window, images.shape[2:]):
+        active, step = alike[0].taps, window.dilation[dim]
+        slabs = [
+            images[(*[slice(None)] * (2 + dim), slice(s.pixel, s.pixel + (active - 1) * step + 1, step))] for s in alike
+        ]
         # Each position of the frame belongs to the first dimension in which it is outside.
         before = [window.padding[other] for other in range(dim)]
-        after = [(window.reach[other],) * 2 for other in range(dim + 1, len(taps))]
-        padded = pad_sides(slab, [*before, (0, 0), *after])
+        after = [(window.reach[other],) * 2 for other in range(dim + 1, dims)]
+        padded = pad_sides(torch.cat(slabs, dim=1), [*before, (0, 0), *after])
+        kernel_size = [*taps[:dim], active, *taps[dim + 1 :]]
         dilation = [*window.dilation[:dim], 1, *window.dilation[dim + 1 :]]
-        part = patch_moment(padded, kernel_size, [1] * len(taps), dilation, window.groups)
-        part = part.view(window.groups, channels, *kernel_size, channels, *kernel_size)
-        blocks.narrow(2 + dim, tap, active).narrow(3 + len(taps) + dim, tap, active).sub_(part)
+        parts = patch_moment(padded, kernel_size, [1] * dims, dilation, len(slabs) * groups)
+        for slab, part in zip(alike, parts.split(groups), strict=True):
+            met = blocks.narrow(2 + dim, slab.tap, active).narrow(3 + dims + dim, slab.tap, active)
+            met.sub_(part.view(groups, channels, *kernel_size, channels, *kernel_size))
     return moment
 
 
-def _frame(window: Window, space: Sizes) -> Iterator[tuple[int, tuple[int, int, int], int, list[int]]]:
-    """The positions that touch the image and are none of the convolution's, in slabs of thickness one.
+class Slab(NamedTuple):
+    """Positions of the kernel outside of the convolution's, in a layer of thickness one."""
 
-    Yields:
-        the dimension in which the slab is outside; the first and last pixel that it meets there and the first tap that
-        meets one; how many taps do; the slab's positions in the other dimensions.
-    """
+    pixel: int  # the first that they meet, in the dimension in which they are outside
+    tap: int  # that meets it
+    taps: int  # that meet any
+    positions: int  # in the other dimensions
+
+
+def _alike(window: Window, space: Sizes) -> Iterator[tuple[int, list[Slab]]]:
+    """The slabs in which as many taps meet the image, which can go together, with their dimension."""
+    for dim in range(len(space)):
+        slabs = _frame(window, space, dim)
+        for taps in {slab.taps for slab in slabs}:
+            yield dim, [slab for slab in slabs if slab.taps == taps]
+
+
+def _frame(window: Window, space: Sizes, dim: int) -> list[Slab]:
+    """The positions that touch the image and are none of the convolution's, as they are outside in this dimension."""
     inside = window.positions(space)
-    for dim, (size, d, k) in enumerate(zip(space, window.dilation, window.kernel_size, strict=True)):
-        before, _ = window.padding[dim]
-        others = [inside[o] if o < dim else space[o] + window.reach[o] for o in range(len(space)) if o != dim]
-        outside = (*range(before - window.reach[dim], 0), *range(inside[dim], size + before))
-        for position in outside:
-            pixels = [(tap, position + tap * d - before) for tap in range(k)]
-            met = [(tap, pixel) for tap, pixel in pixels if 0 <= pixel < size]
-            if met:
-                yield dim, (met[0][1], met[-1][1], met[0][0]), len(met), others
+    size, step, taps = space[dim], window.dilation[dim], window.kernel_size[dim]
+    before, _ = window.padding[dim]
+    others = [inside[o] if o < dim else space[o] + window.reach[o] for o in range(len(space)) if o != dim]
+    slabs = []
+    for position in (*range(before - window.reach[dim], 0), *range(inside[dim], size + before)):
+        pixels = [(position + tap * step - before, tap) for tap in range(taps)]
+        met = [(pixel, tap) for pixel, tap in pixels if 0 <= pixel < size]
+        if met:
+            slabs.append(Slab(*met[0], len(met), prod(others)))
+    return slabs
 
 
 def _autocorrelation(images: Tensor, window: Window) -> Tensor:
@@ -129,25 +148,23 @@ def _autocorrelation(images: Tensor, window: Window) -> Tensor:
 
 def _toeplitz(half: Tensor, window: Window) -> Tensor:
     """``[groups, D, D]`` with ``T[b − a]`` in the block of taps a and b."""
-    groups, taps = window.groups, window.kernel_size
-    channels, lags = half.shape[1], half.shape[2:]
-    half = half.reshape(groups, channels, channels, *lags)
-    turned = half.transpose(1, 2).flip(list(range(3, half.ndim)))  # T[−m] = T[m]ᵀ
-    at_zero = (half[:, :, :, :1] + turned[:, :, :, -1:]) / 2  # equal up to rounding: the result is symmetric
-    whole = torch.cat([turned[:, :, :, :-1], at_zero, half[:, :, :, 1:]], dim=3).flatten(3)
-    index = _lag_index(tuple(taps)).to(half.device, non_blocking=True)
-    blocks = whole[..., index]  # [groups, channels, channels, taps, taps]
-    size = channels * prod(taps)
-    return blocks.permute(0, 1, 3, 2, 4).reshape(groups, size, size)
+    groups, taps = window.groups, prod(window.kernel_size)
+    channels, dims = half.shape[1], len(window.kernel_size)
+    lags_first = half.unflatten(0, (groups, channels)).permute(*range(3, 3 + dims), 0, 1, 2)
+    turned = lags_first.transpose(-1, -2).flip(list(range(dims)))  # T[−m] = T[m]ᵀ
+    at_zero = (lags_first[:1] + turned[-1:]) / 2  # equal up to rounding: the result is symmetric
+    whole = torch.cat([turned[:-1], at_zero, lags_first[1:]]).flatten(0, dims - 1)
+    index = _lag_index(tuple(window.kernel_size), half.device)
+    blocks = whole[index].view(taps, taps, groups, channels, channels)  # [a, b, …]
+    return blocks.permute(2, 3, 0, 4, 1).reshape(groups, channels * taps, channels * taps)
 
 
-def _lag_index(taps: tuple[int, ...]) -> Tensor:
-    """``[a, b]`` ↦ the place of ``b − a`` among the lags, for taps and lags in row-major order."""
+@lru_cache(maxsize=256)
+def _lag_index(taps: tuple[int, ...], device: torch.device) -> Tensor:
+    """For each pair of taps a and b, in row-major order, the place of ``b − a`` among the lags."""
     index = torch.zeros(1, 1, dtype=torch.long)
     for k in taps:
         tap = torch.arange(k)
         lag = tap[None, :] - tap[:, None] + k - 1
-        index = (index[:, None, :, None] * (2 * k - 1) + lag[None, :, None, :]).reshape(
-            index.shape[0] * k, index.shape[1] * k
-        )
-    return index
+        index = (index[:, None, :, None] * (2 * k - 1) + lag[None, :, None, :]).flatten(2, 3).flatten(0, 1)
+    return index.flatten().to(device)

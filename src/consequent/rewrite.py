@@ -15,6 +15,7 @@ from consequent.guards import refuse_capture_before_first_step, refuse_corrected
 from consequent.record import Record
 from consequent.reports import Reports, shown
 from consequent.settings import LossReduction, loss_divisor
+from consequent.together import updates_together
 from consequent.update import Update, consequentialist_update
 
 
@@ -27,6 +28,7 @@ class Rewriter:
         self._reports = reports
         self._keeps_foresight = foresight
         self._watch: Watch | None = None
+        self._turn = 0
         self.samples: int | None = None  # N of the last step
         self.sides: dict[str, str] = {}  # on which each layer was solved last
         self.uncaptured: dict[str, str] = {}  # layers that got a gradient which no hook saw
@@ -50,7 +52,7 @@ class Rewriter:
             divisor = loss_divisor(loss_reduction, self.samples)
             fused = self._fused_step(records, divisor)
             together = fused.sides if fused else {}
-            updates = self._without_foreign([self._update_of(r) for r in records if r not in together])
+            updates = self._without_foreign(self._updates_of([r for r in records if r not in together]))
             finite = self._all_finite(updates, fused)
             self._reports.add_step(records[0].weight.device)
             if finite is False:
@@ -84,6 +86,13 @@ class Rewriter:
         for record in records:
             fused.take(record, self._groups.damping_of(record.first_use.key), divisor)
         return fused if fused else None
+
+    def _updates_of(self, records: list[Record]) -> list[Update]:
+        waitable = [record for record in records if answers_at_once(record.weight)]
+        updates = updates_together(waitable, self._groups.damping_of, self._turn)
+        self._turn += 1
+        done = {update.record for update in updates}
+        return updates + [self._update_of(record) for record in records if record not in done]
 
     def _update_of(self, record: Record) -> Update:
         damping = self._groups.damping_of(record.first_use.key)

@@ -181,7 +181,7 @@ def cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
 @contextmanager
 def _capturable_solvers(matrix: Tensor) -> Iterator[None]:
     """On a GPU, cuSOLVER: for several matrices torch may prefer MAGMA, which waits and cannot be in a CUDA graph."""
-    if not matrix.is_cuda:
+    if not matrix.is_cuda or matrix.shape[:-2].numel() == 1:
         yield
         return
     before = torch.backends.cuda.preferred_linalg_library("cusolver")
@@ -201,10 +201,16 @@ def quick_solve(matrix: Tensor, right: Tensor, damping: float | Tensor) -> Tenso
     factor, info = torch.linalg.cholesky_ex(matrix)
     if matrix.shape[-1] == 0 or any(info.tolist()):
         return None
-    smallest, largest = factor.diagonal(dim1=-2, dim2=-1).min().item() ** 2, diagonal.max().item()
-    if smallest < _FEW_DIGITS * torch.finfo(matrix.dtype).eps * largest:
+    if any(leaves_few_digits(matrix, factor).tolist()):
         return None
     return torch.cholesky_solve(right, factor)
+
+
+def leaves_few_digits(damped: Tensor, factor: Tensor) -> Tensor:
+    """Whether a factorisation left fewer than about three digits: a pivot is near the rounding of the largest entry."""
+    smallest_pivot = factor.diagonal(dim1=-2, dim2=-1).amin(-1).square()
+    largest = damped.diagonal(dim1=-2, dim2=-1).amax(-1)
+    return smallest_pivot < _FEW_DIGITS * torch.finfo(damped.dtype).eps * largest
 
 
 def _solve_beyond_rounding(matrix: Tensor, right: Tensor, damping: float | Tensor) -> Tensor:
