@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from consequent import kernels
 from consequent.moments import second_moments
+from consequent.precision import in_full_precision
 from consequent.record import Factor, Record
 from consequent.ridge import add_to_diagonal, cholesky
 from consequent.settings import Damping
@@ -55,6 +56,7 @@ class Ahead:
         self._kind, self._damping = kind, damping
         self._bytes += inputs.nbytes
 
+    @in_full_precision
     def flush(self) -> None:
         """Start with what waits."""
         records, self._group, self._bytes = self._group, [], 0

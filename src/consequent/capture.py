@@ -11,9 +11,8 @@ from torch.utils.hooks import RemovableHandle
 from consequent import layers
 from consequent.ahead import Ahead
 from consequent.autograd import after_backward, backward_pass_id
-from consequent.hooks import EntryHook, LayerHook, drop_inert_hooks, not_compiled
+from consequent.hooks import EntryHook, LayerHook, drop_inert_hooks
 from consequent.layers import Layer
-from consequent.precision import in_full_precision
 from consequent.record import Entry, Record, Use
 from consequent.settings import Damping
 
@@ -137,7 +136,6 @@ class Capture:
             self._ahead.forget()
         self.before_entry()
 
-    @in_full_precision
     def output_grad_arrived(self, use: Use, output_grad: Tensor) -> None:
         """Backward reached the layer's output: ΔZ is known."""
         record = self.records.get(use.weight)
@@ -170,7 +168,6 @@ class Capture:
             if not record.is_empty:
                 record.mark_accumulated()
 
-    @not_compiled
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._open_entries and self._open_entries[0][0] is module:
             self._open_entries = []  # an interrupted call (Ctrl-C) never left
@@ -181,7 +178,6 @@ class Capture:
             entry = None if tensor is None else Entry(module, tensor.shape[0], tensor.numel())
         self._open_entries.append((module, entry))
 
-    @not_compiled
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         while self._open_entries:
             if self._open_entries.pop()[0] is module:

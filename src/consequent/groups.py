@@ -63,7 +63,9 @@ class Groups:
 
     def damping_of(self, parameter: Tensor) -> Damping:
         """λ for a parameter: its group's own, or the default."""
-        group = self._group_of.get(parameter, {})
+        group = self._group_of.get(parameter)
+        if group is None or ("damping" not in group and "relative_damping" not in group):
+            return self._default
         own = Damping.chosen(group.get("damping"), group.get("relative_damping"), " (in a parameter group)")
         return own or self._default
 

@@ -8,7 +8,7 @@ layer is passed on only if that backward pass adds to ``.grad``.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,15 @@ from consequent.record import Use
 if TYPE_CHECKING:
     from consequent.capture import Capture
 
-F = TypeVar("F", bound=Callable[..., None])
+
+def _call(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    function(*args)
 
 
-def not_compiled(function: F) -> F:
-    """Keep ``torch.compile`` out of a hook: it breaks the graph there and goes on behind it."""
-    reason = "consequent watches this layer: compile without fullgraph=True, or exclude the layer"
-    return cast(F, torch.compiler.disable(function, reason=reason))
+# Keeps torch.compile out of a hook: it breaks the graph there and goes on behind it.
+_call_uncompiled = torch.compiler.disable(
+    _call, reason="consequent watches this layer: compile without fullgraph=True, or exclude the layer"
+)
 
 
 def _inert_hook(*_: Any) -> None:
@@ -61,7 +63,10 @@ class EntryHook(_Uncopyable):
 
     def __call__(self, *args: Any) -> None:
         """Pass the call on."""
-        self.function(*args)
+        if torch.compiler.is_compiling():
+            _call_uncompiled(self.function, args)
+        else:
+            self.function(*args)
 
 
 class LayerHook(_Uncopyable):
@@ -72,9 +77,14 @@ class LayerHook(_Uncopyable):
         self.layer = layer
         self.is_checked = False
 
-    @not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """The layer was called."""
+        if torch.compiler.is_compiling():
+            _call_uncompiled(self._called, (module, args, kwargs, output))
+        else:
+            self._called(module, args, kwargs, output)
+
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if module is not self.layer or module in self.capture.misbehaving:
             return  # (a replica of nn.DataParallel is not the layer)
         if transforms_are_active() or not isinstance(output, Tensor):

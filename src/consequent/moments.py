@@ -1,6 +1,7 @@
 """From a layer's input to its second moment ``Σ x xᵀ``: all that the feature side needs to know of the inputs."""
 
 from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -8,12 +9,15 @@ from torch import Tensor, nn
 from consequent import kernels, layers
 from consequent.autocorrelation import Window, operations, patch_moment_by_autocorrelation
 from consequent.layers import Layer
-from consequent.patches import Sides, pad_sides, patch_moment, patch_rows
+from consequent.patches import Sides, pad_sides, patch_moment, patch_rows, positions
 
 __all__ = ["second_moment", "second_moments"]
 
 # Forming a patch costs about as much as this many multiplications per entry.
 COST_OF_COPYING = 64
+
+# On a GPU, inputs may be rounded to TF32 where the errors of so many rows cancel out (docs/speed.md, precision).
+ROWS_THAT_AVERAGE = 4096
 
 # The kernel for several layers sums over images, 32 at a time.
 FEWEST_IMAGES = 16
@@ -86,28 +90,45 @@ def _is_done_together(layer: Layer, inputs: Tensor) -> bool:
         and layer.groups == 1
         and inputs.dtype != torch.float64
         and len(inputs) >= FEWEST_IMAGES
+        and (inputs.dtype != torch.float32 or len(inputs) * prod(inputs.shape[2:]) >= ROWS_THAT_AVERAGE)
     )
 
 
 def _moment_by_kernel(layer: Layer, inputs: Tensor, *, ones: bool) -> Tensor | None:
     """The same on a GPU, where there is a kernel for it.
 
-    float32 inputs are rounded to TF32: what is summed is then the exact second moment of inputs that differ by one part
-    in 4096, so it stays positive semi-definite; half-precision inputs are taken as they are. Sums are in float32.
+    float32 inputs of many rows are rounded to TF32: what is summed is then the exact second moment of inputs that
+    differ by one part in 2048 at most, so it stays positive semi-definite; half-precision inputs are taken as they are.
+    Sums are in float32.
     """
     if not kernels.run_on(inputs.device) or inputs.dtype == torch.float64 or inputs.numel() == 0:
         return None
-    from consequent.kernels.moment import patch_moment, row_moment
+    from consequent.kernels import moment as kernel
 
     if isinstance(layer, nn.Linear):
-        return row_moment(inputs.reshape(-1, inputs.shape[-1]), ones=ones)[None]
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        return kernel.row_moment(rows, ones=ones, precision=_precision_for(len(rows)))[None]
     if not isinstance(layer, nn.Conv2d) or layer.groups > 1 or layer.padding_mode != "zeros":
         return None
     (top, bottom), (left, right) = layers.padding_sides(layer)
     if top != bottom or left != right:
         return None
-    geometry = (layer.kernel_size, layer.stride, (top, left), layer.dilation)
-    return patch_moment(inputs, *geometry, ones=ones)[None]  # type: ignore[arg-type]  # pairs, in two dimensions
+    space = [
+        size + top + bottom for size, (top, bottom) in zip(inputs.shape[2:], layers.padding_sides(layer), strict=True)
+    ]
+    count = len(inputs) * prod(positions(space, layer.kernel_size, layer.stride, layer.dilation))
+    kernel_size, stride, dilation = (_pair(sizes) for sizes in (layer.kernel_size, layer.stride, layer.dilation))
+    geometry = (kernel_size, stride, (top, left), dilation)
+    return kernel.patch_moment(inputs, *geometry, ones=ones, precision=_precision_for(count))[None]
+
+
+def _precision_for(rows: int) -> Literal["tf32", "tf32x3"]:
+    return "tf32" if rows >= ROWS_THAT_AVERAGE else "tf32x3"
+
+
+def _pair(sizes: tuple[int, ...]) -> tuple[int, int]:
+    height, width = sizes
+    return height, width
 
 
 def _without_strides_of_points(layer: Layer, inputs: Tensor) -> tuple[Tensor, Sides]:

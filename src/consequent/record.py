@@ -14,10 +14,11 @@ from consequent.autograd import Kept, answers_at_once, graph_is_retained
 from consequent.grad_mark import GradMark
 from consequent.layers import Layer
 from consequent.moments import second_moment
+from consequent.precision import in_full_precision
 from consequent.settings import Damping
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Entry:
     """Samples entering the model: one outermost call of it or of a part of it."""
 
@@ -27,7 +28,7 @@ class Entry:
     builds_graph: bool = field(default_factory=torch.is_grad_enabled)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Use:
     """One call of a layer."""
 
@@ -189,6 +190,7 @@ class Record:
         use.output_grad = output_grad
         self.uses.append(use)
 
+    @in_full_precision
     def reduce(self, *, keep_rows: bool) -> None:
         """Let the second moment of the inputs stand for the rows of all uses."""
         size = self.columns
@@ -236,6 +238,7 @@ class Record:
             index = torch.tensor(columns, device=device)
             self.moment[:, index[:, None], index] += part
 
+    @in_full_precision
     def add_plain_gradient(self, use: Use, inputs: Tensor, output_grad: Tensor) -> None:
         """Keep what is needed to compare the gradient in ``.grad`` with ΔZᵀX."""
         plain = layers.weight_gradient(use.layer, inputs, output_grad)

@@ -40,6 +40,8 @@ class Bench:
     """precision: training steps (default: 1000 on a GPU, 50 on a CPU)."""
     data: Path | None = None
     """precision: folder with the binary batches of CIFAR-10 (default: scikit-learn's digits)."""
+    draw: Path | None = None
+    """scaling: draw the picture of this JSON file beside it, and measure nothing."""
     quick: bool = False
     """Tiny networks that only show that everything works; on the CPU unless a device is named."""
 
@@ -56,6 +58,9 @@ class Bench:
         from consequent_lab.bench_display import console
 
         start = time.perf_counter()
+        if self.draw is not None:
+            _draw_again(self.draw)
+            return
         path = self.output or Path("bench.json" if self.study == "speed" else f"bench-{self.study}.json")
         path.parent.mkdir(parents=True, exist_ok=True)  # Better fail now than after the measurement.
         device = _choose(self.device, quick=self.quick)
@@ -94,7 +99,6 @@ class Bench:
         from consequent_lab.records import write_json
         from consequent_lab.rounding import tf32
         from consequent_lab.scaling import limits, run_sweep, sweeps
-        from consequent_lab.scaling_figure import draw_scaling
 
         chosen = self._chosen({sweep.name: sweep for sweep in sweeps(device, quick=self.quick)})
         limit = limits(device, quick=self.quick, repeats=self.repeats)
@@ -106,10 +110,12 @@ class Bench:
             record["curves"] = [curve.record() for curve in curves]
             write_json(path, record)
             screen.print(f"{sweep.name}: {sweep.axis} {curves[-1].sizes}; {curves[-1].stopped}", markup=False)
-        picture = path.with_suffix(".png")
-        draw_scaling(picture, [curve for curve in curves if curve.points], _name(device))
         screen.print(scaling_table(curves))
-        screen.print(f"Picture: {picture}   Numbers: {path}")
+        screen.print(f"Numbers: {path}")
+        if find_spec("matplotlib"):
+            _draw_again(path)
+        else:
+            screen.print(f"No matplotlib here: draw the picture elsewhere, with consequent bench --draw {path.name}")
 
     def _precision(self, screen: "Console", path: Path, device: str) -> None:
         from consequent_lab.bench_display import precision_table
@@ -157,6 +163,20 @@ class Bench:
         record["versions"] |= {"triton": triton, "cuda": torch.version.cuda}
         record["device"] = {"type": device, "name": _name(device), "threads": torch.get_num_threads()}
         return {"study": self.study, "quick": self.quick, **record}
+
+
+def _draw_again(path: Path) -> None:
+    import json
+
+    from consequent_lab.scaling import recorded_curves
+    from consequent_lab.scaling_figure import draw_scaling
+
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if record.get("study") != "scaling":
+        raise ValueError(f"--draw {path}: not a file of consequent bench scaling")
+    curves = [curve for curve in recorded_curves(record) if curve.points]
+    draw_scaling(path.with_suffix(".png"), curves, record["device"]["name"])
+    print(f"Picture: {path.with_suffix('.png')}")
 
 
 def _choose(device: Device, *, quick: bool) -> str:

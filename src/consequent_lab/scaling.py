@@ -96,6 +96,25 @@ class Curve:
         }
 
 
+def recorded_curves(record: dict[str, Any]) -> list[Curve]:
+    """Returns the curves of a JSON file that `consequent bench scaling` has written, perhaps on another machine."""
+    known = {sweep.name: sweep for sweep in sweeps(record["device"]["type"], quick=record["quick"])}
+    curves = []
+    for curve in record["curves"]:
+        points = [
+            Point(
+                point["size"],
+                Quartiles(**point["plain"]),
+                Quartiles(**point["ours"]),
+                Quartiles(**point["correction"]),
+                point["operations"],
+            )
+            for point in curve["points"]
+        ]
+        curves.append(Curve(known[curve["name"]], points, curve["stopped"]))
+    return curves
+
+
 def fit_exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     """Returns the least-squares slope of log(value) over log(size) in the upper half; NaN where there is none.
 

@@ -363,6 +363,18 @@ def test_quick_scaling_draws_and_records(tmp_path):
     assert "Picture: " in run.stdout
 
 
+def test_a_picture_is_drawn_again_from_its_numbers(tmp_path):
+    _, record = bench(tmp_path, "scaling", "--quick", "--only", "conv-depth")
+    numbers = tmp_path / "out" / "numbers.json"
+    curves = scaling.recorded_curves(record)
+    assert [point["size"] for point in record["curves"][0]["points"]] == curves[0].sizes
+    numbers.with_suffix(".png").unlink()
+    assert cli.main(["bench", "--draw", str(numbers)]) == 0
+    assert numbers.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    numbers.write_text('{"study": "speed"}')
+    assert cli.main(["bench", "--draw", str(numbers)]) == 1
+
+
 # ---- precision --------------------------------------------------------------------------------------------------
 
 
