@@ -64,7 +64,7 @@ def test_calls_per_convolution():
         body = [module for _ in range(layers) for module in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())]
         return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
-    assert calls_per_layer(make, 2, 6, torch.randn(16, 4, 8, 8)) <= 67
+    assert calls_per_layer(make, 2, 6, torch.randn(16, 4, 8, 8)) <= 74
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,29 @@ def test_the_demos_numbers_are_in_results():
 
 
 def test_the_costs_are_in_results():
-    rows = re.findall(r"^\| [^|]*(?:CPU|H200)[^|]*\| ([\d.]+) ms \| ([\d.]+) ms \| ([\d.]+) \|$", README, re.M)
-    measured = [json.loads(line) for line in (ROOT / "results" / "step_cost.jsonl").read_text().splitlines()]
-    assert len(rows) == len(measured) == 4
-    for row, cost in zip(rows, measured, strict=True):
-        expected = [cost["plain_ms"], cost["consequentialist_ms"], cost["ratio"]]
-        assert [float(x) for x in row] == pytest.approx(expected, rel=0.02)
+    rows = re.findall(
+        r"^\| (.*?) \| (.*?) ([\d.]+) (ms|MiB) \| (.*?) ([\d.]+) (?:ms|MiB) \| \*\*([\d.]+)\*\* \(", README, re.M
+    )
+    measured = []
+    for name in ("bench-h200", "bench-cpu"):
+        record = json.loads((ROOT / "results" / f"{name}.json").read_text())
+        assert not record["quick"]
+        measured += [row for row in record["rows"] if row["quantity"] == "time" or row["target"] is not None]
+    assert len(rows) == len(measured) > 5
+    for (title, ours, value, unit, baseline, other, ratio), row in zip(rows, measured, strict=True):
+        assert title.startswith(row["task"])
+        assert (ours, baseline, unit) == (row["ours"]["name"], row["baseline"]["name"], row["unit"])
+        expected = [row["ours"]["value"], row["baseline"]["value"], row["ratio"]["median"]]
+        assert [float(x) for x in (value, other, ratio)] == pytest.approx(expected, rel=0.01)
+
+
+def test_the_precision_table_is_in_results():
+    page = (ROOT / "docs" / "speed.md").read_text()
+    moments = json.loads((ROOT / "results" / "precision-cpu.json").read_text())["moments"]
+    rows = re.findall(r"^\| (.*?), λ = .*?, (\d+) \| (\S+) … (\S+) \| (\S+) … (\S+) \| (\S+) … (\S+) \|$", page, re.M)
+    assert len(rows) == len(moments)
+    for (title, iteration, *errors), moment in zip(rows, moments, strict=True):
+        assert (title, int(iteration)) == (moment["title"], moment["iteration"])
+        kinds = ("float32", "tf32", "bfloat16")
+        expected = [moment[which][kind] for kind in kinds for which in ("median_error", "largest_error")]
+        assert [float(x) for x in errors] == pytest.approx(expected, rel=0.6)  # one digit is shown

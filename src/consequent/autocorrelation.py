@@ -127,7 +127,7 @@ def _autocorrelation(images: Tensor, window: Window) -> Tensor:
         images = images.contiguous(memory_format=torch.channels_last)  # oneDNN is up to twice as fast
     shape = (channels, channels // window.groups, *lags)
     padding = [0, *window.reach[1:]]
-    seen = pad_sides(images, [(0, window.reach[0]), *[(0, 0)] * (len(lags) - 1)])
+    seen = _with_zeros_below(images, window.reach[0])
     stride, none = [1] * len(lags), [0] * len(lags)
     _, gradient, _ = torch.ops.aten.convolution_backward(
         images,
@@ -144,6 +144,18 @@ def _autocorrelation(images: Tensor, window: Window) -> Tensor:
     )
     assert isinstance(gradient, Tensor)
     return gradient
+
+
+def _with_zeros_below(images: Tensor, count: int) -> Tensor:
+    """More rows in the first dimension of space; ``F.pad`` would write zeros everywhere first."""
+    is_channels_last = images.ndim == 4 and images.is_contiguous(memory_format=torch.channels_last)
+    memory_format = torch.channels_last if is_channels_last else torch.contiguous_format
+    height = images.shape[2]
+    shape = (*images.shape[:2], height + count, *images.shape[3:])
+    larger = torch.empty(shape, dtype=images.dtype, device=images.device, memory_format=memory_format)
+    larger.narrow(2, height, count).zero_()
+    larger.narrow(2, 0, height).copy_(images)
+    return larger
 
 
 def _toeplitz(half: Tensor, window: Window) -> Tensor:

@@ -85,6 +85,12 @@ def _on_feature_side(record: Record, damping: Damping, *, may_wait: bool) -> Upd
         pseudo_inverse = torch.linalg.pinv(moment.double(), hermitian=True)
         return Update(record, "features", finite, (gradient.double() @ pseudo_inverse).to(gradient.dtype))
     level = damping.absolute(trace, record.rows)
+    edited = not is_explained(record)
+    if may_wait:
+        solution = quick_solve(moment, gradient.mT, level)  # overwrites the moment, which nobody needs after this
+        if solution is not None:
+            return Update(record, "features", math.isfinite(solution.sum().item()), solution.mT, edited=edited)
+        moment.diagonal(dim1=-2, dim2=-1).sub_(level[..., 0] if isinstance(level, Tensor) else level)
     factor = record.factor if len(columns) == record.columns else None  # otherwise it is of another matrix
     if factor is not None and factor.damping != damping:
         factor = None
@@ -103,7 +109,7 @@ def _on_feature_side(record: Record, damping: Damping, *, may_wait: bool) -> Upd
         solved.solution.mT,
         rescued=solved.rescued,
         fallen_back=solved.fallen_back,
-        edited=not is_explained(record),
+        edited=edited,
     )
 
 
