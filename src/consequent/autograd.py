@@ -5,6 +5,7 @@ use the same ones). They are gathered here so that a new torch release needs one
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -62,20 +63,6 @@ def transforms_are_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
-class _Keep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, token):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(tensor)
-        return token.detach()
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return None, None
-
-
-_TOKEN = torch.zeros((), requires_grad=True)  # any leaf: it makes autograd save the tensor
-
-
 class Kept:
     """A tensor put by for the backward pass, as autograd puts its own by.
 
@@ -85,10 +72,17 @@ class Kept:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._anchor = _Keep.apply(tensor.detach(), _TOKEN)  # type: ignore[no-untyped-call]  # owns the saved tensor
+        # A product with nothing: it costs no work, and its backward node has to save the tensor.
+        self._anchor = _nothing(tensor.ndim, tensor.dtype, tensor.device) * tensor.detach()
 
     def get(self) -> Tensor:
         """The tensor; once per backward pass."""
-        (tensor,) = self._anchor.grad_fn.saved_tensors
+        tensor = self._anchor.grad_fn._saved_other  # type: ignore[union-attr]
         assert isinstance(tensor, Tensor)
         return tensor
+
+
+@lru_cache(maxsize=64)
+def _nothing(ndim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A leaf without elements that broadcasts with a tensor of so many dimensions."""
+    return torch.empty((0, *[1] * ndim), dtype=dtype, device=device, requires_grad=True)
