@@ -22,9 +22,11 @@ class Command(Protocol):
 def commands() -> dict[str, Callable[..., Command]]:
     """Returns the commands by name."""
     from consequent_lab.bench import Bench
+    from consequent_lab.data_command import Data
     from consequent_lab.demo import Demo
+    from consequent_lab.train_command import Train
 
-    return {"demo": Demo, "bench": Bench}
+    return {"demo": Demo, "bench": Bench, "data": Data, "train": Train}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

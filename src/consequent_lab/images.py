@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import sklearn.datasets
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-ROW = 1 + 3 * 32 * 32  # bytes: the class, then red, green and blue
+from consequent_lab.datasets import load
 
 
 @dataclass(frozen=True)
@@ -30,28 +29,13 @@ def load_images(folder: Path | None) -> Images:
     """Returns CIFAR-10's training images from the folder, or scikit-learn's digits where none is given.
 
     Raises:
-        FileNotFoundError: if the folder has no data_batch_*.bin.
-        ValueError: if such a file is not a whole number of rows, or names a class above 9.
+        FileNotFoundError: if the folder has not all of CIFAR-10's binary files.
+        ValueError: if one of them is not what it should be.
     """
-    return upsampled_digits() if folder is None else cifar10(folder)
-
-
-def cifar10(folder: Path) -> Images:
-    """Returns the images of the official binary batches (data_batch_1.bin, …: 3073 bytes a row)."""
-    paths = sorted(folder.glob("data_batch_*.bin"))
-    if not paths:
-        raise FileNotFoundError(f"{folder} has no data_batch_*.bin; --data takes the folder cifar-10-batches-bin")
-    rows = []
-    for path in paths:
-        content = np.fromfile(path, dtype=np.uint8)
-        if len(content) == 0 or len(content) % ROW:
-            raise ValueError(f"{path} has {len(content)} bytes, which is no multiple of {ROW}: not CIFAR-10's format")
-        rows.append(torch.from_numpy(content).view(-1, ROW))
-    table = torch.cat(rows)
-    labels = table[:, 0].long()
-    if labels.max() > 9:
-        raise ValueError(f"{folder} has a class {int(labels.max())}, CIFAR-10 has 0 to 9: not CIFAR-10's format")
-    return Images("CIFAR-10", table[:, 1:].reshape(-1, 3, 32, 32).float() / 255 - 0.5, labels)
+    if folder is None:
+        return upsampled_digits()
+    cifar10 = load("cifar10", folder)
+    return Images("CIFAR-10", cifar10.train_images.float() / 255 - 0.5, cifar10.train_labels)
 
 
 def upsampled_digits() -> Images:

@@ -1,0 +1,383 @@
+"""CIFAR-10, CIFAR-100 and Fashion-MNIST from their official binary files, and the digits of scikit-learn.
+
+Nothing here is unpickled, and nothing is read by halves: a file of another size than the published one, a header or a
+label that does not belong there, is named in an error. What a file of the right size says about itself is checked as
+well: each of the three data sets has exactly as many images of one class as of any other, in any order of its rows.
+"""
+
+import gzip
+import math
+import os
+import shlex
+import struct
+import zlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FOLDER_VARIABLE = "CONSEQUENT_DATA"
+DEFAULT_FOLDER = Path("data")
+NORMALISATIONS = ("unit", "centred", "symmetric", "features")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Images as `[N, channels, height, width]` in bytes, and their classes from 0 on."""
+
+    name: str
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+    classes: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a network is trained on: inputs in float32 and labels, all on one device."""
+
+    train_inputs: Tensor
+    train_labels: Tensor
+    test_inputs: Tensor
+    test_labels: Tensor
+
+
+# ---- official layouts --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout(ABC):
+    """The files of a data set and what must be in them.
+
+    Args:
+        name: as on the command line.
+        title: as in a sentence.
+        classes: how many there are.
+        shape: channels, height and width.
+        train: training images.
+        test: test images.
+        places: sub-folders in which the files usually lie; the first one is where a download goes.
+        train_files: names of the training set's files.
+        test_files: names of the test set's files.
+    """
+
+    name: str
+    title: str
+    classes: int
+    shape: tuple[int, int, int]
+    train: int
+    test: int
+    places: tuple[str, ...]
+    train_files: tuple[str, ...]
+    test_files: tuple[str, ...]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of all files."""
+        return self.train_files + self.test_files
+
+    @abstractmethod
+    def find(self, place: Path, file: str) -> Path | None:
+        """Returns where a file is in a folder, or None if it is not there."""
+
+    @abstractmethod
+    def read(self, paths: list[Path], count: int) -> tuple[Tensor, Tensor]:
+        """Returns the images and labels of a split.
+
+        Raises:
+            ValueError: naming the file that is not what it should be.
+        """
+
+
+@dataclass(frozen=True)
+class CifarLayout(Layout):
+    """Rows of label bytes and 3072 pixels, red before green before blue; the rows are split evenly over the files.
+
+    Args:
+        label_classes: the number of values of every label byte; the last one is the class.
+    """
+
+    label_classes: tuple[int, ...]
+
+    def find(self, place: Path, file: str) -> Path | None:
+        """Returns where a file is in a folder, or None if it is not there."""
+        return place / file if (place / file).is_file() else None
+
+    def read(self, paths: list[Path], count: int) -> tuple[Tensor, Tensor]:
+        """Returns the images and labels of a split."""
+        tables = [self._table(path, count // len(paths)) for path in paths]
+        labels = len(self.label_classes)
+        images = np.concatenate([table[:, labels:] for table in tables]).reshape(count, *self.shape)
+        classes = np.concatenate([table[:, labels - 1] for table in tables])
+        return torch.from_numpy(images), torch.from_numpy(classes.astype(np.int64))
+
+    def _table(self, path: Path, rows: int) -> np.ndarray:
+        width = len(self.label_classes) + math.prod(self.shape)
+        content = _whole(path, rows * width, f"{rows} rows of {width} bytes")
+        table = np.frombuffer(content, dtype=np.uint8).reshape(rows, width)
+        for column, classes in enumerate(self.label_classes):
+            _check_range(path, table[:, column], classes)
+        return table
+
+
+@dataclass(frozen=True)
+class IdxLayout(Layout):
+    """A file of images and one of labels for each split, each with a header; packed by gzip or not."""
+
+    def find(self, place: Path, file: str) -> Path | None:
+        """Returns where a file is in a folder, unpacked or packed, or None if it is not there."""
+        return next((path for path in (place / file, place / f"{file}.gz") if path.is_file()), None)
+
+    def read(self, paths: list[Path], count: int) -> tuple[Tensor, Tensor]:
+        """Returns the images and labels of a split."""
+        images = _idx(paths[0], (count, *self.shape[1:])).reshape(count, *self.shape)
+        labels = _idx(paths[1], (count,))
+        _check_range(paths[1], labels, self.classes)
+        return torch.from_numpy(images.copy()), torch.from_numpy(labels.astype(np.int64))
+
+
+CIFAR10 = CifarLayout(
+    name="cifar10",
+    title="CIFAR-10",
+    classes=10,
+    shape=(3, 32, 32),
+    train=50_000,
+    test=10_000,
+    places=("cifar-10-batches-bin", "."),
+    train_files=tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
+    test_files=("test_batch.bin",),
+    label_classes=(10,),
+)
+CIFAR100 = CifarLayout(
+    name="cifar100",
+    title="CIFAR-100",
+    classes=100,
+    shape=(3, 32, 32),
+    train=50_000,
+    test=10_000,
+    places=("cifar-100-binary", "."),
+    train_files=("train.bin",),
+    test_files=("test.bin",),
+    label_classes=(20, 100),
+)
+FASHION_MNIST = IdxLayout(
+    name="fashion-mnist",
+    title="Fashion-MNIST",
+    classes=10,
+    shape=(1, 28, 28),
+    train=60_000,
+    test=10_000,
+    places=("FashionMNIST/raw", "FashionMNIST", "fashion-mnist", "raw", "."),
+    train_files=("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    test_files=("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+)
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (CIFAR10, CIFAR100, FASHION_MNIST)}
+EMBEDDED = "digits"
+NAMES = (*LAYOUTS, EMBEDDED)
+
+
+# ---- loading -----------------------------------------------------------------------------------------------------
+
+
+def load(name: str = EMBEDDED, folder: Path | None = None) -> Dataset:
+    """Returns a data set.
+
+    Args:
+        name: one of `NAMES`; the digits need no folder.
+        folder: where the files are, or the usual sub-folder of them; by default the environment's CONSEQUENT_DATA, else
+            `data` in the current folder.
+
+    Raises:
+        FileNotFoundError: if a file is not there; says which, and how to get it.
+        ValueError: if there is no such data set, or a file is not what it should be; names it.
+
+    >>> digits = load("digits")
+    >>> tuple(digits.train_images.shape), tuple(digits.test_images.shape)
+    ((1440, 1, 8, 8), (357, 1, 8, 8))
+    """
+    if name == EMBEDDED:
+        return _digits()
+    return read(layout_of(name), data_folder(folder))
+
+
+def layout_of(name: str) -> Layout:
+    """Returns the layout of a data set that lies in files."""
+    if name not in LAYOUTS:
+        raise ValueError(f"there is no data set {name!r}; there are {', '.join(NAMES)}")
+    return LAYOUTS[name]
+
+
+def data_folder(folder: Path | None) -> Path:
+    """Returns the folder of the data sets: the given one, else the environment's, else the default."""
+    if folder is not None:
+        return folder.expanduser()
+    named = os.environ.get(FOLDER_VARIABLE)
+    return Path(named).expanduser() if named else DEFAULT_FOLDER
+
+
+def locate(layout: Layout, folder: Path) -> tuple[Path, list[str]]:
+    """Returns the place in the folder that has most of the files, and the names of those that are missing there."""
+    places = [folder / place for place in layout.places]
+    missing = [[file for file in layout.files if layout.find(place, file) is None] for place in places]
+    best = min(range(len(places)), key=lambda number: len(missing[number]))  # of equals, the first
+    return places[best], missing[best]
+
+
+def read(layout: Layout, folder: Path) -> Dataset:
+    """Returns the data set that lies in the folder; raises as `load` does."""
+    place, missing = locate(layout, folder)
+    if missing:
+        raise FileNotFoundError(_how_to_get(layout, folder, place, missing))
+    train_images, train_labels = _split(layout, place, layout.train_files, layout.train)
+    test_images, test_labels = _split(layout, place, layout.test_files, layout.test)
+    return Dataset(layout.name, train_images, train_labels, test_images, test_labels, layout.classes)
+
+
+def _split(layout: Layout, place: Path, files: tuple[str, ...], count: int) -> tuple[Tensor, Tensor]:
+    paths = [path for file in files if (path := layout.find(place, file)) is not None]
+    if len(paths) < len(files):
+        raise FileNotFoundError(f"{place} lost files of {layout.title} while it was read")
+    images, labels = layout.read(paths, count)
+    _check_balance(layout, paths, labels, count)
+    return images, labels
+
+
+def _how_to_get(layout: Layout, folder: Path, place: Path, missing: list[str]) -> str:
+    if len(missing) < len(layout.files):
+        what = f"{place} has only some of {layout.title}'s files; missing: {', '.join(missing)}"
+    else:
+        places = " or ".join(str(folder / place) for place in (layout.places[0], layout.places[-1]))
+        what = f"{layout.title} is not there: no {', '.join(missing)} in {places}"
+    return (
+        f"{what}.\nDownload it with\n    consequent data {layout.name} --data {shlex.quote(str(folder))} --download\n"
+        f"or name the folder that has these files with --data or the environment's {FOLDER_VARIABLE}."
+    )
+
+
+def _digits() -> Dataset:
+    import sklearn.datasets  # here, so that training on the other data sets does not need it
+
+    from consequent_lab.digits import TRAINING_SAMPLES
+
+    pixels, labels = sklearn.datasets.load_digits(return_X_y=True)  # values 0 to 16
+    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))  # the split of `load_digits`
+    images = torch.tensor(pixels * (255 / 16)).round().to(torch.uint8).view(-1, 1, 8, 8)[order]
+    classes = torch.tensor(labels, dtype=torch.int64)[order]
+    train, test = slice(TRAINING_SAMPLES), slice(TRAINING_SAMPLES, None)
+    return Dataset(EMBEDDED, images[train], classes[train], images[test], classes[test], classes=10)
+
+
+# ---- files -------------------------------------------------------------------------------------------------------
+
+
+def _whole(path: Path, size: int, meaning: str) -> bytes:
+    """Returns the content of a file that must have this many bytes."""
+    with path.open("rb") as file:
+        found = os.fstat(file.fileno()).st_size
+        content = file.read(size) if found == size else b""
+    if len(content) != size:
+        raise ValueError(f"{path} has {found} bytes instead of {size} ({meaning}): cut off, or another file")
+    return content
+
+
+def _unzipped(path: Path, size: int, meaning: str) -> bytes:
+    """Returns what is packed in a file and must have this many bytes; gzip's own checksum is verified."""
+    try:
+        with gzip.open(path, "rb") as file:
+            content = file.read(size + 1)  # up to the end, where the checksum is, but no bomb
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if len(content) != size:
+        found = "more" if len(content) > size else f"{len(content)} bytes"
+        raise ValueError(f"{path} unpacks to {found} instead of {size} bytes ({meaning}): another file")
+    return content
+
+
+def _idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns the bytes of an IDX file: two zeros, 8 for bytes, the number of dimensions, the dimensions, the data."""
+    header = struct.pack(f">{1 + len(shape)}I", 0x0800 + len(shape), *shape)
+    sizes = " × ".join(map(str, shape))
+    size, meaning = len(header) + math.prod(shape), f"a header and {sizes}"
+    content = _unzipped(path, size, meaning) if path.suffix == ".gz" else _whole(path, size, meaning)
+    if not content.startswith(header):
+        raise ValueError(f"{path} starts with {content[: len(header)].hex()}, not with the IDX header of {sizes} bytes")
+    return np.frombuffer(content, dtype=np.uint8, offset=len(header)).reshape(shape)
+
+
+def _check_range(path: Path, labels: np.ndarray, classes: int) -> None:
+    if (highest := int(labels.max())) >= classes:
+        row = int(labels.argmax())
+        raise ValueError(f"{path} has the label {highest} in row {row}; labels go from 0 to {classes - 1}")
+
+
+def _check_balance(layout: Layout, paths: list[Path], labels: Tensor, count: int) -> None:
+    """Finds another data set of the same format (MNIST's files have Fashion-MNIST's names) and damaged labels."""
+    counts = torch.bincount(labels, minlength=layout.classes)
+    odd = (counts != count // layout.classes).nonzero().flatten()
+    if len(odd):
+        names = ", ".join(path.name for path in paths)
+        raise ValueError(
+            f"{names} in {paths[0].parent}: {int(counts[odd[0]])} images of class {int(odd[0])}, but {layout.title} "
+            f"has {count // layout.classes} of each: damaged, or another data set"
+        )
+
+
+# ---- inputs of a network -----------------------------------------------------------------------------------------
+
+
+def prepared(dataset: Dataset, normalisation: str, device: torch.device | str, flat: bool) -> Prepared:
+    """Returns the data set as a network takes it, moved to the device once.
+
+    Args:
+        dataset: what to prepare.
+        normalisation: "unit" (values in [0, 1]), "centred" ([-½, ½]), "symmetric" ([-1, 1]) or "features" (every
+            feature has mean 0 and variance 1 over the training set; one that is constant there becomes 0).
+        device: where it is to lie.
+        flat: whether an image is one row of features (for dense layers).
+
+    Raises:
+        ValueError: if there is no such normalisation.
+    """
+    shift, scale = _normaliser(dataset.train_images, normalisation)
+    shift, scale = shift.float().to(device), scale.float().to(device)
+
+    def inputs(images: Tensor) -> Tensor:
+        values = images.to(device).float().sub_(shift).mul_(scale)  # bytes travel, floats are made there
+        return values.flatten(1) if flat else values
+
+    return Prepared(
+        train_inputs=inputs(dataset.train_images),
+        train_labels=dataset.train_labels.to(device),
+        test_inputs=inputs(dataset.test_images),
+        test_labels=dataset.test_labels.to(device),
+    )
+
+
+def _normaliser(images: Tensor, normalisation: str) -> tuple[Tensor, Tensor]:
+    """Returns what to subtract from the bytes and what to multiply by then, in float64."""
+    if normalisation == "features":
+        mean, deviation = _moments(images)
+        return mean, torch.where(deviation > 0, 1 / deviation, 0.0)
+    ranges = {"unit": (0.0, 255.0), "centred": (127.5, 255.0), "symmetric": (127.5, 127.5)}
+    if normalisation not in ranges:
+        raise ValueError(f"there is no normalisation {normalisation!r}; there are {', '.join(NORMALISATIONS)}")
+    shift, divisor = ranges[normalisation]
+    return torch.tensor(shift, dtype=torch.float64), torch.tensor(1 / divisor, dtype=torch.float64)
+
+
+def _moments(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns each feature's mean and standard deviation.
+
+    The sums are of integers and hence exact: the same on any machine, and 0 for a constant feature.
+    """
+    count = len(images)
+    total = images.sum(0, dtype=torch.int64)
+    squares = torch.zeros_like(total)
+    for some in images.split(1000):
+        squares += some.to(torch.int32).square_().sum(0, dtype=torch.int64)
+    variance = (count * squares - total.square()).double() / count**2
+    return total.double() / count, variance.sqrt()

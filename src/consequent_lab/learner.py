@@ -1,0 +1,241 @@
+"""What a config stands for on a device: the data, the model, the optimiser with or without its correction, the step.
+
+A correction keeps a few things in mind that are in no state dict: which layers it has looked at, where it looks next.
+They may decide between two ways of computing one number, which differ by rounding. To be able to go on bit for bit, a
+learner settles on a state, whether it comes from a checkpoint or was just written to one: the correction is attached
+anew and takes two steps that change nothing. Both then know the same.
+"""
+
+import hashlib
+import warnings
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Adam, Optimizer, RMSprop
+
+import consequent
+from consequent import Consequentialism
+from consequent.counters import Counters
+from consequent_lab.datasets import Dataset, prepared
+from consequent_lab.graphs import GraphedStep
+from consequent_lab.models import mlp, resnet20
+from consequent_lab.readings import GradientNorms, Samples, Tally
+from consequent_lab.train_config import TrainConfig
+
+REHEARSED_STEPS = 2  # the correction looks at its layers in the first one, and may take its fast ways in the second
+
+
+class Learner:
+    """All that changes in training, and the step that changes it.
+
+    Nothing is trained before :meth:`settle`.
+
+    Args:
+        config: what is asked for.
+        dataset: as it was read.
+        device: where everything is to live.
+    """
+
+    def __init__(self, config: TrainConfig, dataset: Dataset, device: torch.device) -> None:
+        if config.graph and device.type != "cuda":
+            raise ValueError(f"graph: a CUDA graph needs a CUDA device, and this is {device}; leave it to the default")
+        self.config = config
+        self.device = device
+        flat = not config.is_convolutional
+        data = prepared(dataset, config.normalisation, device, flat=flat)
+        channels_last = config.is_convolutional and config.channels_last
+        self.train_samples = Samples(data.train_inputs, data.train_labels, channels_last=channels_last)
+        self.test_samples = Samples(data.test_inputs, data.test_labels, channels_last=channels_last)
+        self.model = build_model(config, tuple(dataset.train_images.shape[1:]), dataset.classes).to(device)
+        if channels_last:
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._wants_graph = device.type == "cuda" and config.graph is not False
+        self.optimizer = build_optimizer(config, self.model, capturable=self._wants_graph)
+        self.correction: Consequentialism | None = None
+        self.tally = Tally(device)
+        self.norms = GradientNorms(self.model, keep_plain=config.gradient_norms == "both")
+        self._graphed: GraphedStep | None = None
+
+    def step(self, indices: Tensor) -> None:
+        """Trains on the samples with these indices, and counts them."""
+        if self._graphed is None:
+            self._eager_step(indices)
+        else:
+            self._graphed(indices)
+
+    @property
+    def is_graphed(self) -> bool:
+        """Whether the step is replayed as a CUDA graph."""
+        return self._graphed is not None
+
+    def counters(self) -> dict[str, int]:
+        """Returns what the correction counted; waits for the device."""
+        return {} if self.correction is None else asdict(self.correction.counters)
+
+    # ---- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns a copy of all that changes in training, on the CPU."""
+        return {
+            "model": {name: _copied(tensor) for name, tensor in self.model.state_dict().items()},
+            "optimizer": [
+                {key: _copied(value) for key, value in self.optimizer.state[parameter].items()}
+                for parameter in self._parameters()
+            ],
+            "tally": _copied(self.tally.values),
+            "counters": self.counters(),
+        }
+
+    def settle(self, state: dict[str, Any] | None = None) -> None:
+        """Makes everything ready to train on from a state, always in the same way.
+
+        Args:
+            state: from :meth:`state_dict`; None is the present one.
+        """
+        state = self.state_dict() if state is None else state
+        self.model.load_state_dict(state["model"])
+        self._attach()
+        self._rehearse()
+        if self._wants_graph:
+            self._capture()
+        self._restore(state)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Writes a state into the tensors that are there: a captured step knows them by their addresses."""
+        self.model.load_state_dict(state["model"])
+        with torch.no_grad():
+            for parameter, saved in zip(self._parameters(), state["optimizer"], strict=True):
+                for key, value in self.optimizer.state[parameter].items():
+                    if not isinstance(value, Tensor):
+                        raise TypeError(f"{type(self.optimizer).__name__} keeps {key!r} as a {type(value).__name__}")
+                    if saved:
+                        value.copy_(saved[key])
+                    else:
+                        value.zero_()  # what every one of the optimisers starts from
+            self.tally.values.copy_(state["tally"])
+        if self.correction is not None:
+            counters = state["counters"] or asdict(Counters())
+            self.correction.load_state_dict({**self.correction.state_dict(), "counters": counters})
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    # ---- getting ready ------------------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        if self.correction is not None:
+            self.correction.detach()
+        self.norms.watch(self.optimizer)  # first: it is to see the gradients before the correction does
+        if self.config.consequentialist:
+            self.correction = consequent.attach(self.optimizer, self.model, damping=self.config.damping)
+
+    def _rehearse(self) -> None:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        for _ in range(REHEARSED_STEPS):
+            self._eager_step(self._first_indices())
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def _capture(self) -> None:
+        try:
+            self._graphed = GraphedStep(self.model, self.optimizer, self._loss, (self._first_indices(),), warm_up=3)
+        except RuntimeError as error:
+            if self.config.graph:
+                raise
+            warnings.warn(f"the step cannot be captured in a CUDA graph and is run as it is: {error}", stacklevel=2)
+            self._wants_graph = False
+            self._attach()
+            self._rehearse()
+
+    def _first_indices(self) -> Tensor:
+        return torch.arange(self.config.batch_size, device=self.device)
+
+    # ---- the step -----------------------------------------------------------------------------------------------
+
+    def _eager_step(self, indices: Tensor) -> None:
+        self.optimizer.zero_grad()
+        self._loss(self.model, indices).backward()
+        self.optimizer.step()
+
+    def _loss(self, model: nn.Module, indices: Tensor) -> Tensor:
+        inputs, labels = self.train_samples.take(indices)
+        logits = model(inputs)
+        loss = cross_entropy(logits, labels)
+        self.tally.add(loss.detach(), logits.detach(), labels)
+        return loss
+
+
+def build_model(config: TrainConfig, shape: tuple[int, ...], classes: int) -> nn.Sequential:
+    """Returns the model with the seed's first weights, the same on every device.
+
+    Args:
+        config: names the model and the seed.
+        shape: of an image: channels, height, width.
+        classes: how many there are.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        if config.model == "mlp":
+            return mlp(torch.Size(shape).numel(), config.hidden, classes)
+        model = resnet20(batch_norm=config.model == "resnet20-bn")
+        return _fitted(model, channels=shape[0], classes=classes)
+
+
+def _fitted(model: nn.Sequential, channels: int, classes: int) -> nn.Sequential:
+    """Gives a network for colour images of ten classes another first or last layer where the data need one."""
+    outer = model[0] if isinstance(model[0], nn.Sequential) else model  # with BatchNorm, the stem is a pair
+    stem, head = outer[0], model[-1]
+    assert isinstance(stem, nn.Conv2d)
+    assert isinstance(head, nn.Linear)
+    if stem.in_channels != channels:
+        outer[0] = _initialised(nn.Conv2d(channels, stem.out_channels, 3, 1, 1, bias=stem.bias is not None))
+    if head.out_features != classes:
+        model[-1] = _initialised(nn.Linear(head.in_features, classes))
+    return model
+
+
+def _initialised(layer: nn.Conv2d | nn.Linear) -> nn.Module:
+    nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module, *, capturable: bool) -> Optimizer:
+    """Returns the plain optimiser; the last layer is a group of its own where its learning rate differs."""
+    parameters = list(model.parameters())
+    groups: list[dict[str, Any]] = [{"params": parameters}]
+    if config.head_lr_factor != 1:
+        last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+        head = list(last.parameters())  # the last ones of the model
+        body = parameters[: -len(head)]
+        groups = [{"params": body}, {"params": head, "lr": config.head_lr_factor * config.lr}]
+    if config.optimiser == "adam":
+        return Adam(groups, lr=config.lr, betas=config.betas, capturable=capturable)
+    if config.optimiser == "rmsprop":
+        return RMSprop(groups, lr=config.lr, capturable=capturable)
+    momentum = 0.0 if config.optimiser == "sgd" else config.momentum
+    return SGD(groups, lr=config.lr, momentum=momentum, nesterov=config.optimiser == "nesterov")
+
+
+def permutation(seed: int, epoch: int, samples: int, device: torch.device) -> Tensor:
+    """Returns the order of samples in an epoch, made on the device.
+
+    It depends on the seed and the epoch alone: nothing needs to be kept to make it again.
+
+    >>> first = permutation(0, 0, 5, torch.device("cpu"))
+    >>> sorted(first.tolist()), torch.equal(first, permutation(0, 0, 5, torch.device("cpu")))
+    ([0, 1, 2, 3, 4], True)
+    """
+    number = int.from_bytes(hashlib.sha256(f"seed {seed}, epoch {epoch}".encode()).digest()[:7], "big")
+    generator = torch.Generator(device).manual_seed(number)
+    return torch.randperm(samples, generator=generator, device=device)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

@@ -1,0 +1,132 @@
+"""How runs get on: a live line for each on a terminal; elsewhere a plain line now and then."""
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import Progress as Bars
+
+SECONDS_BETWEEN_LINES = 15.0
+SECONDS_BETWEEN_REFRESHES = 0.25
+
+
+class ProgressBoard:
+    """Shows any number of runs.
+
+    Args:
+        screen: where.
+        clock: seconds from any moment on.
+
+    Example:
+        with ProgressBoard(screen) as board:
+            train(config, folder, device, watcher=board.run("C-SGD, seed 0"))
+    """
+
+    def __init__(self, screen: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._screen = screen
+        self._clock = clock
+        self._bars: Bars | None = None
+        if screen.is_terminal:
+            self._bars = Bars(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                TextColumn("{task.fields[text]}"),
+                console=screen,
+                refresh_per_second=2,
+            )
+
+    def __enter__(self) -> Self:
+        if self._bars:
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bars:
+            self._bars.stop()
+
+    def run(self, name: str) -> "RunLine":
+        """Returns the line of a run: a watcher for `train`."""
+        return RunLine(name, self._screen, self._bars, self._clock)
+
+
+class RunLine:
+    """Iterations per second, loss, accuracy and time left of one run."""
+
+    def __init__(self, name: str, screen: Console, bars: Bars | None, clock: Callable[[], float]) -> None:
+        self._name = name
+        self._screen = screen
+        self._bars = bars
+        self._clock = clock
+        self._task: TaskID | None = None if bars is None else bars.add_task(name, total=None, text="waiting")
+        self._total = 0
+        self._first = 0  # the iteration that this process began with, and when
+        self._begun = self._shown_at = 0.0
+        self._training = self._test = ""  # the last readings
+
+    def started(self, iteration: int, total: int) -> None:
+        """The run starts, or goes on, at this iteration out of so many."""
+        self._total, self._first = total, iteration
+        self._begun = self._shown_at = self._clock()
+        resumed = f"resumed at iteration {iteration:,} of {total:,}" if iteration else f"{total:,} iterations"
+        self._show(iteration, resumed)
+
+    def advanced(self, iteration: int) -> None:
+        """So many iterations are done. Costs next to nothing unless it is time to show something."""
+        now = self._clock()
+        pause = SECONDS_BETWEEN_LINES if self._bars is None else SECONDS_BETWEEN_REFRESHES
+        if now - self._shown_at >= pause:
+            self._shown_at = now
+            self._show(iteration, self._text(iteration, now))
+
+    def read(self, line: dict[str, Any]) -> None:
+        """A line of metrics was written; it is shown with the next refresh."""
+        kind = "running" if "running_loss" in line else "train"
+        if f"{kind}_loss" in line:
+            self._training = f"loss {line[f'{kind}_loss']:.3g}, accuracy {100 * line[f'{kind}_accuracy']:.2f} %"
+        if "test_accuracy" in line:
+            self._test = f"test {100 * line['test_accuracy']:.2f} %"
+
+    def ended(self, outcome: dict[str, Any], *, skipped: bool) -> None:
+        """The run is done, or was done before."""
+        iteration = int(outcome["iteration"])
+        text = f"{outcome['outcome']} at iteration {iteration:,}"
+        if skipped:
+            text += " before: skipped"
+        else:
+            text = _joined(f"{text}, {shown_seconds(outcome['seconds'])} of training", self._training, self._test)
+        self._show(iteration, text, total=iteration)
+
+    def _text(self, iteration: int, now: float) -> str:
+        rate = (iteration - self._first) / max(now - self._begun, 1e-9)
+        left = shown_seconds((self._total - iteration) / rate) if rate > 0 else "?"
+        place = f"{iteration:,} of {self._total:,}"
+        return _joined(place, f"{rate:.3g} it/s", self._training, self._test, f"{left} left")
+
+    def _show(self, iteration: int, text: str, total: int | None = None) -> None:
+        if self._bars is not None and self._task is not None:
+            self._bars.update(self._task, completed=iteration, total=total or self._total, text=text)
+        else:
+            self._screen.print(f"{self._name}: {text}", markup=False, soft_wrap=True)
+
+
+def _joined(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
+
+
+def shown_seconds(seconds: float) -> str:
+    """Returns a time as people say it.
+
+    >>> [shown_seconds(seconds) for seconds in (2.34, 59.6, 150, 7260)]
+    ['2.3 s', '1 min 00 s', '2 min 30 s', '2 h 01 min']
+    """
+    if seconds < 59.5:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"

@@ -1,0 +1,374 @@
+"""The folder of one run, and what survives when the run is killed.
+
+    runs/<recipe>/<variant>/seed<k>/
+        config.json        what was asked for
+        environment.json   on what it ran: an entry for every time it was started
+        metrics.jsonl      a line per reading, only ever appended to
+        checkpoint.pt      everything that a run needs to go on, in one file with its digest
+        done.json          how it ended; without it the run is not finished
+
+A checkpoint knows how long the metrics were when it was written, and their digest. A run that goes on from it cuts off
+what came later, a torn last line included, and writes it again. Files other than the metrics take the place of their
+predecessors at once, when they are complete and on the disk. Reading needs no torch, except for checkpoints.
+"""
+
+import hashlib
+import io
+import json
+import math
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+from consequent_lab.records import provenance, write_atomically
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Config = TypeVar("Config", bound=DataclassInstance)
+
+CHECKPOINT_HEADER = "consequent checkpoint, sha256 "
+DIGITS = 9  # of numbers in the metrics: enough to tell any two float32 numbers apart
+
+
+class DamagedFileError(ValueError):
+    """A file of a run is not what was written; the message names it."""
+
+
+class RunFolder:
+    """One run on disk.
+
+    Whoever writes to it holds it with :meth:`opened`; reading needs nothing.
+
+    Args:
+        path: the folder; made when it is opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._metrics_digest = hashlib.sha256()
+        self._metrics_bytes = 0
+
+    @classmethod
+    def of(cls, runs: Path, recipe: str, variant: str, seed: int) -> "RunFolder":
+        """Returns the folder of a run.
+
+        >>> RunFolder.of(Path("runs"), "mlp", "c-sgd", 0).path.as_posix()
+        'runs/mlp/c-sgd/seed0'
+        """
+        return cls(runs / recipe / variant / f"seed{seed}")
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+    def __reduce__(self) -> tuple[type["RunFolder"], tuple[Path]]:
+        return type(self), (self.path,)  # another process sees the same files, and writes only once it has opened them
+
+    # ---- opening ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def opened(self, config: "DataclassInstance") -> Iterator[None]:
+        """Holds the folder for writing, and writes the config or checks that it is the one that is there.
+
+        Raises:
+            ValueError: if the folder has another config; the message names what differs.
+            BlockingIOError: if another process holds it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with _locked(self.path / ".lock"):
+            for name in ("config.json", "environment.json", "checkpoint.pt", "done.json"):
+                for leftover in self.path.glob(f".{name}.*"):  # of a writer that was killed
+                    leftover.unlink()
+            if self._path("config.json").exists():
+                self._refuse_other(config)
+            else:
+                self._write_json("config.json", asdict(config))
+            yield
+
+    def _refuse_other(self, config: "DataclassInstance") -> None:
+        there, wanted = asdict(self.config(type(config))), asdict(config)
+        differences = [
+            f"{name} is {there[name]!r} there and {wanted[name]!r} now"
+            for name in wanted
+            if there[name] != wanted[name]
+        ]
+        if differences:
+            raise ValueError(
+                f"{self.path} holds a run with another config: {'; '.join(differences)}. "
+                "Give this run a folder of its own, or remove that one."
+            )
+
+    # ---- config and environment ---------------------------------------------------------------------------------
+
+    def config(self, kind: "type[Config]") -> "Config":
+        """Returns the config; options that did not exist when it was written have their defaults.
+
+        Args:
+            kind: its dataclass.
+        """
+        path = self._path("config.json")
+        values = _read_object(path)
+        unknown = sorted(set(values) - {field.name for field in fields(kind)})
+        if unknown:
+            raise ValueError(f"{path}: {', '.join(unknown)} is no option of {kind.__name__}; made by another version?")
+        try:
+            return kind(**{name: _as_tuple(value) for name, value in values.items()})
+        except (TypeError, ValueError) as error:
+            raise DamagedFileError(f"{path} is not a valid config: {error}") from error
+
+    def add_environment(self, start: dict[str, Any]) -> None:
+        """Adds an entry to environment.json, the list of the run's starts."""
+        starts = self.environment() if self._path("environment.json").exists() else []
+        self._write_json("environment.json", {"starts": [*starts, start]})
+
+    def environment(self) -> list[dict[str, Any]]:
+        """Returns the entries of environment.json."""
+        path = self._path("environment.json")
+        starts = _read_object(path).get("starts")
+        if not isinstance(starts, list):
+            raise DamagedFileError(f"{path} is damaged: it has no list of starts")
+        return starts
+
+    # ---- metrics ------------------------------------------------------------------------------------------------
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Appends a line to the metrics; numbers that are not finite become null."""
+        data = (json.dumps(_plain(line), ensure_ascii=False, allow_nan=False) + "\n").encode()
+        with self._path("metrics.jsonl").open("ab") as file:
+            file.write(data)
+        self._metrics_digest.update(data)
+        self._metrics_bytes += len(data)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Returns the lines so far. An unfinished run's last line may be torn, and is then left out.
+
+        Raises:
+            DamagedFileError: if a line cannot be read, or a finished run's metrics are not those it finished with.
+        """
+        path = self._path("metrics.jsonl")
+        data = path.read_bytes() if path.exists() else b""
+        outcome = self.outcome()
+        if outcome is not None:
+            self._check_metrics(data, outcome["metrics"], "when the run was finished")
+            if len(data) > outcome["metrics"]["bytes"]:
+                raise DamagedFileError(f"{path} is damaged: it has grown since the run was finished")
+        *lines, _torn = data.split(b"\n")
+        return [_parsed(line, f"{path}, line {number},") for number, line in enumerate(lines, start=1)]
+
+    def _check_metrics(self, data: bytes, expected: dict[str, Any], when: str) -> None:
+        path, length = self._path("metrics.jsonl"), expected["bytes"]
+        if len(data) < length:
+            raise DamagedFileError(f"{path} is damaged: it has {len(data)} bytes, and had {length} {when}")
+        if hashlib.sha256(data[:length]).hexdigest() != expected["sha256"]:
+            raise DamagedFileError(f"{path} is damaged: its first {length} bytes are not those that were there {when}")
+
+    def _metrics_so_far(self) -> dict[str, Any]:
+        """Brings the metrics to the disk and returns what they can be recognised by."""
+        if self._path("metrics.jsonl").exists():
+            with self._path("metrics.jsonl").open("rb+") as file:
+                os.fsync(file.fileno())
+        return {"bytes": self._metrics_bytes, "sha256": self._metrics_digest.hexdigest()}
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, state: dict[str, Any]) -> None:
+        """Puts a checkpoint in the place of the last one, which stays until this one is complete.
+
+        Args:
+            state: tensors, numbers, strings, and dicts and lists of these.
+        """
+        import torch
+
+        buffer = io.BytesIO()
+        torch.save({"metrics": self._metrics_so_far(), "state": state}, buffer)
+        payload = buffer.getbuffer()
+        header = f"{CHECKPOINT_HEADER}{hashlib.sha256(payload).hexdigest()}\n".encode()
+        self._write("checkpoint.pt", header, payload)
+
+    def resume(self) -> dict[str, Any] | None:
+        """Returns the state of the last checkpoint and cuts off the metrics that came after it.
+
+        Returns:
+            None if there is no checkpoint; then the metrics are empty.
+
+        Raises:
+            DamagedFileError: if the checkpoint or the metrics are not what was written. Nothing was changed then.
+        """
+        path = self._path("metrics.jsonl")
+        data = path.read_bytes() if path.exists() else b""
+        checkpoint = self._load_checkpoint()
+        length = 0
+        if checkpoint is not None:
+            length = checkpoint["metrics"]["bytes"]
+            self._check_metrics(data, checkpoint["metrics"], "at the last checkpoint")
+        if len(data) > length:
+            os.truncate(path, length)
+        self._metrics_digest, self._metrics_bytes = hashlib.sha256(data[:length]), length
+        return None if checkpoint is None else checkpoint["state"]
+
+    def checkpoint(self) -> dict[str, Any] | None:
+        """Returns the state of the last checkpoint, on the CPU, or None; changes nothing."""
+        checkpoint = self._load_checkpoint()
+        return None if checkpoint is None else checkpoint["state"]
+
+    def _load_checkpoint(self) -> dict[str, Any] | None:
+        import torch
+
+        path = self._path("checkpoint.pt")
+        if not path.exists():
+            return None
+        header, _, payload = path.read_bytes().partition(b"\n")
+        expected = f"{CHECKPOINT_HEADER}{hashlib.sha256(payload).hexdigest()}".encode()
+        if header != expected:
+            raise DamagedFileError(
+                f"{path} is damaged: its contents do not have the digest that was written with them. "
+                "Remove it to start this run again from the beginning, or bring back a copy."
+            )
+        loaded: dict[str, Any] = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+        return loaded
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def finish(self, outcome: dict[str, Any]) -> None:
+        """Marks the run as done.
+
+        Args:
+            outcome: how it ended.
+        """
+        self._write_json("done.json", {**outcome, "metrics": self._metrics_so_far()})
+
+    def outcome(self) -> dict[str, Any] | None:
+        """Returns how the run ended, or None if it has not."""
+        path = self._path("done.json")
+        if not path.exists():
+            return None
+        outcome = _read_object(path)
+        if not isinstance(outcome.get("metrics"), dict) or not {"bytes", "sha256"} <= outcome["metrics"].keys():
+            raise DamagedFileError(f"{path} is damaged: it does not say what the metrics were")
+        return outcome
+
+    # ---- files --------------------------------------------------------------------------------------------------
+
+    def _path(self, name: str) -> Path:
+        return self.path / name
+
+    def _write_json(self, name: str, value: dict[str, Any]) -> None:
+        self._write(name, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+    def _write(self, name: str, *parts: "bytes | memoryview") -> None:
+        def write(file: IO[bytes]) -> None:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+
+        write_atomically(self._path(name), write)
+        _sync_folder(self.path)
+
+
+def all_runs(runs: Path) -> list[RunFolder]:
+    """Returns the runs under a folder, by recipe, variant and seed."""
+    folders = {path.parent for path in runs.glob("*/*/seed*/config.json")}
+    return [RunFolder(path) for path in sorted(folders, key=_by_number)]
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Returns what a run's numbers may depend on: versions, device, commit."""
+    import torch
+
+    found = provenance(workers=1)
+    found["versions"] |= {"triton": version("triton") if find_spec("triton") else None, "cuda": torch.version.cuda}
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
+    return {
+        **found,
+        "device": {"type": device, "name": name, "threads": torch.get_num_threads()},
+        "commit": _commit(Path(__file__).parent),
+    }
+
+
+def _commit(folder: Path) -> str | None:
+    """Returns the commit that the code is from, with a plus if it was changed since; None outside of a checkout."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            run = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return run.stdout.strip() if run.returncode == 0 else None
+
+    # An installed copy may lie below somebody else's repository, which does not track it.
+    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    commit = git("rev-parse", "HEAD")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", str(folder.parent))
+    return f"{commit}+" if commit and changed else commit
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a lock that the system takes back when the process ends, however it ends."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        yield
+        return
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(f"{path.parent} is being written to by another process") from error
+        yield
+
+
+def _sync_folder(path: Path) -> None:
+    """Brings the names in a folder to the disk, where the system can."""
+    if os.name == "posix":
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    return _parsed(path.read_bytes(), str(path))
+
+
+def _parsed(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError as error:  # of the text's encoding, too
+        raise DamagedFileError(f"{where} is damaged: {error}") from error
+    if not isinstance(value, dict):
+        raise DamagedFileError(f"{where} is damaged: not a JSON object")
+    return value
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(_as_tuple(entry) for entry in value) if isinstance(value, list) else value
+
+
+def _plain(value: Any) -> Any:
+    """Replaces numbers that are not finite by None, and leaves digits out that a float32 does not have.
+
+    >>> _plain({"loss": [0.1234567890123, math.inf], "iteration": 12})
+    {'loss': [0.123456789, None], 'iteration': 12}
+    """
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    return value
+
+
+def _by_number(path: Path) -> tuple[str, int, str]:
+    seed = path.name.removeprefix("seed")
+    return path.parent.as_posix(), int(seed) if seed.isdigit() else -1, path.name

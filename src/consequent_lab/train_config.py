@@ -1,0 +1,103 @@
+"""What a training run is asked for. Imports nothing heavy: the command line reads this file for its options."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+DEFAULT_EPOCHS = 10
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run, up to the machine it runs on.
+
+    The last incomplete batch of an epoch is always dropped: every epoch then has the same number of iterations, on any
+    device, with or without a CUDA graph. Another few samples are left out in every epoch.
+    """
+
+    dataset: Literal["digits", "cifar10", "cifar100", "fashion-mnist"] = "digits"
+    """What is learnt; the digits come with scikit-learn."""
+    model: Literal["mlp", "resnet20", "resnet20-bn"] = "mlp"
+    """A perceptron, or a ResNet-20 without or with BatchNorm."""
+    hidden: tuple[int, ...] = (128,) * 8
+    """mlp: the width of every hidden layer."""
+    optimiser: Literal["sgd", "momentum", "nesterov", "adam", "rmsprop"] = "sgd"
+    """One of torch's."""
+    consequentialist: bool = True
+    """Its C- version, or the plain one."""
+    lr: float = 0.1
+    """The learning rate."""
+    head_lr_factor: float = 1.0
+    """The last layer's learning rate is this times the others'."""
+    momentum: float = 0.95
+    """momentum, nesterov: how much of the last step goes into the next."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """adam: how slowly the two moments change."""
+    damping: float = 0.01
+    """The ridge λ of the C- versions."""
+    batch_size: int = 32
+    """Samples per iteration."""
+    iterations: int | None = None
+    """How long to train; or"""
+    epochs: int | None = None
+    """how often to go through the training set (default: 10 times)."""
+    normalisation: Literal["unit", "centred", "symmetric", "features"] = "unit"
+    """Inputs in [0, 1], [-0.5, 0.5] or [-1, 1], or every feature with mean 0 and variance 1."""
+    seed: int = 0
+    """Of the first weights and the order of samples."""
+    log_every: int = 100
+    """Iterations between two readings of what is known anyway: loss and accuracy of mini-batches, gradients' norms."""
+    evaluate_every: int | None = None
+    """Iterations between two evaluations (default: an epoch)."""
+    evaluate_training: bool = True
+    """Evaluate on the full training set, too, not on the test set alone."""
+    gradient_norms: Literal["none", "applied", "both"] = "applied"
+    """Norms by layer of the gradient that the optimiser gets; both: of the plain one, too, which costs a little."""
+    checkpoint_every: int = 1000
+    """Iterations between two checkpoints."""
+    graph: bool | None = None
+    """Replay the step as a CUDA graph (default: on a GPU, where it can be captured)."""
+    tf32: bool = True
+    """Let a GPU round the inputs of products to TF32."""
+    channels_last: bool = True
+    """resnet20: the memory format that convolutions are faster with."""
+
+    def __post_init__(self) -> None:
+        if self.iterations is not None and self.epochs is not None:
+            raise ValueError("give iterations or epochs, not both")
+        counts = ("batch_size", "iterations", "epochs", "log_every", "evaluate_every", "checkpoint_every")
+        for name in counts:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name in ("lr", "head_lr_factor", "damping", "momentum"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
+        if self.optimiser == "nesterov" and self.momentum == 0:
+            raise ValueError("nesterov needs a momentum above 0")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be in [0, 1), got {self.betas}")
+        if any(width < 1 for width in self.hidden):
+            raise ValueError(f"hidden layers need a width of at least 1, got {self.hidden}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+
+    @property
+    def optimiser_name(self) -> str:
+        """The optimiser's name in tables.
+
+        >>> TrainConfig(optimiser="nesterov").optimiser_name, TrainConfig(consequentialist=False).optimiser_name
+        ('C-Nesterov', 'SGD')
+        """
+        names = {"sgd": "SGD", "rmsprop": "RMSprop"}
+        name = names.get(self.optimiser, self.optimiser.capitalize())
+        return f"C-{name}" if self.consequentialist else name
+
+    @property
+    def is_convolutional(self) -> bool:
+        """Whether the model takes images rather than rows."""
+        return self.model != "mlp"
+
+    def total_iterations(self, iterations_per_epoch: int) -> int:
+        """Returns how many iterations the run has."""
+        return self.iterations or (self.epochs or DEFAULT_EPOCHS) * iterations_per_epoch

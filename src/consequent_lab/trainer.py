@@ -1,0 +1,269 @@
+"""Trains one run in its folder, from the beginning or from its last checkpoint.
+
+A run reads what costs nothing every `log_every` iterations, evaluates every `evaluate_every`, and ends cleanly when its
+loss is no longer finite. Every reading is a line of metrics:
+
+    iteration, epoch, seconds     seconds were spent in training; reading, evaluating and saving are not counted
+    lr
+    batch_loss, batch_accuracy    of the last mini-batch, before its step (the paper's reading, every 100 iterations)
+    running_loss, running_accuracy    over the mini-batches of this epoch so far
+    epoch_loss, epoch_accuracy    over those of the last complete epoch; absent in the first
+    gradient_norms                by layer: "applied", what the optimiser got, and "plain", what backpropagation left
+    counters                      of the correction
+    train_loss, train_accuracy    over the full training set, where it is evaluated, as are
+    forgotten                     samples of it that were correct at the last evaluation and are not now
+    test_loss, test_accuracy
+    diverged                      true, on the last line of a run whose loss was not finite
+"""
+
+import hashlib
+import math
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from consequent_lab.datasets import Dataset, load
+from consequent_lab.learner import Learner, permutation
+from consequent_lab.readings import evaluate
+from consequent_lab.rounding import tf32
+from consequent_lab.runs import RunFolder, environment
+from consequent_lab.train_config import TrainConfig
+
+__all__ = ["TrainConfig", "Unwatched", "Watcher", "train"]
+
+
+class Watcher(Protocol):
+    """Is told how a run gets on."""
+
+    def started(self, iteration: int, total: int) -> None:
+        """The run starts, or goes on, at this iteration out of so many."""
+
+    def advanced(self, iteration: int) -> None:
+        """So many iterations are done; on a GPU, are handed over. Called often."""
+
+    def read(self, line: dict[str, Any]) -> None:
+        """A line of metrics was written."""
+
+    def ended(self, outcome: dict[str, Any], *, skipped: bool) -> None:
+        """The run is done, or was done before."""
+
+
+class Unwatched:
+    """Tells nobody."""
+
+    def started(self, iteration: int, total: int) -> None:
+        """Nothing."""
+
+    def advanced(self, iteration: int) -> None:
+        """Nothing."""
+
+    def read(self, line: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def ended(self, outcome: dict[str, Any], *, skipped: bool) -> None:
+        """Nothing."""
+
+
+def train(
+    config: TrainConfig,
+    folder: RunFolder,
+    device: torch.device | str = "cpu",
+    *,
+    data: Path | None = None,
+    watcher: Watcher | None = None,
+) -> None:
+    """Trains the run, or what is left of it; a finished one is left alone.
+
+    Args:
+        config: what is asked for; the folder must be empty or a run with the same config.
+        folder: where the run lives.
+        device: where to train. A run that was killed goes on bit for bit on the CPU with as many threads as before.
+        data: the folder of the data sets.
+        watcher: is told how it gets on.
+
+    Raises:
+        ValueError: if the folder holds another run or a damaged file, or the config does not fit the data.
+    """
+    watcher = watcher or Unwatched()
+    with folder.opened(config), tf32(allowed=config.tf32):
+        outcome = folder.outcome()
+        if outcome is not None:
+            watcher.ended(outcome, skipped=True)
+            return
+        state = folder.resume()  # raises if a file is damaged, before anything costly is done
+        _Training(config, folder, torch.device(device), load(config.dataset, data), state, watcher).run()
+
+
+class _Training:
+    """A run that is being trained."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: RunFolder,
+        device: torch.device,
+        dataset: Dataset,
+        state: dict[str, Any] | None,
+        watcher: Watcher,
+    ) -> None:
+        samples = len(dataset.train_labels)
+        if samples < config.batch_size:
+            raise ValueError(f"batch_size {config.batch_size} is more than the {samples} training samples")
+        self._config = config
+        self._folder = folder
+        self._device = device
+        self._watcher = watcher
+        self._per_epoch = samples // config.batch_size
+        self._total = config.total_iterations(self._per_epoch)
+        self._fingerprint = _fingerprint(dataset)
+        self._iteration = 0
+        self._seconds = 0.0
+        self._order: tuple[int, Tensor] | None = None  # an epoch and its order of samples
+        self._remembered: Tensor | None = None  # what of the training set was correct at the last evaluation
+        self._learner = Learner(config, dataset, device)
+        if state is not None:
+            self._take_over(state)
+        self._learner.settle(None if state is None else state["learner"])
+        start = {"iteration": self._iteration, "graph": self._learner.is_graphed}
+        folder.add_environment(start | environment(str(device)))
+
+    def run(self) -> None:
+        """Trains to the end."""
+        self._watcher.started(self._iteration, self._total)
+        outcome = "finished"
+        if self._iteration == 0:
+            self._read()
+        while self._iteration < self._total:
+            self._advance(self._next_stop())
+            if self._is_due(self._config.log_every) or self._is_due(self._evaluation_interval):
+                line = self._read()
+                if "diverged" in line:
+                    outcome = "diverged"
+                    break
+            if self._is_due(self._config.checkpoint_every):
+                self._save()
+        done = {"outcome": outcome, "iteration": self._iteration, "seconds": self._seconds}
+        self._folder.finish(done)
+        self._watcher.ended(done, skipped=False)
+
+    # ---- training -----------------------------------------------------------------------------------------------
+
+    @property
+    def _evaluation_interval(self) -> int:
+        return self._config.evaluate_every or self._per_epoch
+
+    def _is_due(self, interval: int) -> bool:
+        return self._iteration % interval == 0 or self._iteration == self._total
+
+    def _next_stop(self) -> int:
+        intervals = (self._config.log_every, self._evaluation_interval, self._config.checkpoint_every)
+        return min(self._total, *((self._iteration // interval + 1) * interval for interval in intervals))
+
+    def _advance(self, stop: int) -> None:
+        """Trains up to an iteration, without waiting for the device in between."""
+        learner, size = self._learner, self._config.batch_size
+        start = time.perf_counter()
+        while self._iteration < stop:
+            epoch, place = divmod(self._iteration, self._per_epoch)
+            if place == 0:
+                learner.tally.begin_epoch()
+            learner.step(self._order_of(epoch)[place * size : (place + 1) * size])
+            if place == self._per_epoch - 1:
+                learner.tally.end_epoch()
+            self._iteration += 1
+            self._watcher.advanced(self._iteration)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._seconds += time.perf_counter() - start
+
+    def _order_of(self, epoch: int) -> Tensor:
+        if self._order is None or self._order[0] != epoch:
+            samples = len(self._learner.train_samples)
+            self._order = epoch, permutation(self._config.seed, epoch, samples, self._device)
+        return self._order[1]
+
+    # ---- reading ------------------------------------------------------------------------------------------------
+
+    def _read(self) -> dict[str, Any]:
+        """Writes a line of metrics and returns it."""
+        line: dict[str, Any] = {
+            "iteration": self._iteration,
+            "epoch": self._iteration / self._per_epoch,
+            "seconds": self._seconds,
+            "lr": self._config.lr,
+        }
+        if self._iteration > 0:
+            line |= self._read_batches()
+            if self._config.gradient_norms != "none":
+                line["gradient_norms"] = self._learner.norms.read()
+            if self._config.consequentialist:
+                line["counters"] = self._learner.counters()
+        # A loss that is not finite needs no evaluation, which would only say so again.
+        if self._is_due(self._evaluation_interval) and math.isfinite(line.get("batch_loss", 0.0)):
+            line |= self._evaluate()
+        if not all(math.isfinite(line.get(name, 0.0)) for name in ("batch_loss", "train_loss")):
+            line["diverged"] = True
+        self._folder.append(line)
+        self._watcher.read(line)
+        return line
+
+    def _read_batches(self) -> dict[str, float]:
+        size, per_epoch = self._config.batch_size, self._per_epoch
+        batches = (self._iteration - 1) % per_epoch + 1  # of this epoch so far: all of them at its end
+        last, running, complete = self._learner.tally.read()
+        readings = {
+            "batch_loss": last.loss,
+            "batch_accuracy": last.correct / size,
+            "running_loss": running.loss / batches,
+            "running_accuracy": running.correct / (batches * size),
+        }
+        if self._iteration >= per_epoch:
+            readings["epoch_loss"] = complete.loss / per_epoch
+            readings["epoch_accuracy"] = complete.correct / (per_epoch * size)
+        return readings
+
+    def _evaluate(self) -> dict[str, float]:
+        readings: dict[str, float] = {}
+        if self._config.evaluate_training:
+            training = evaluate(self._learner.model, self._learner.train_samples)
+            readings |= {"train_loss": training.loss, "train_accuracy": training.accuracy}
+            if self._remembered is not None:
+                readings["forgotten"] = training.forgotten_since(self._remembered)
+            self._remembered = training.correct
+        test = evaluate(self._learner.model, self._learner.test_samples)
+        return readings | {"test_loss": test.loss, "test_accuracy": test.accuracy}
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        learner = self._learner.state_dict()
+        state = {
+            "iteration": self._iteration,
+            "seconds": self._seconds,
+            "data": self._fingerprint,
+            "remembered": None if self._remembered is None else self._remembered.cpu(),
+            "learner": learner,
+        }
+        self._folder.save_checkpoint(state)
+        if self._iteration < self._total and not self._learner.is_graphed:
+            self._learner.settle(learner)  # and goes on as a run that is resumed from here
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        if state["data"] != self._fingerprint:
+            raise ValueError(
+                f"{self._folder.path} was trained on other data, or on the same in another order: "
+                f"{state['data']} there, {self._fingerprint} now"
+            )
+        self._iteration = state["iteration"]
+        self._seconds = state["seconds"]
+        if state["remembered"] is not None:
+            self._remembered = state["remembered"].to(self._device)
+
+
+def _fingerprint(dataset: Dataset) -> str:
+    """Returns what tells one data set, in one order, from another."""
+    digest = hashlib.sha256(dataset.train_labels.numpy().tobytes()).hexdigest()[:12]
+    return f"{dataset.name} {list(dataset.train_images.shape)} {digest}"
