@@ -54,7 +54,7 @@ def calls_per_layer(make, few, many, inputs):
 def test_calls_per_dense_layer():
     """On the sample side: Gram matrix, factorisation, solve, a look at a few rows, the product, finiteness."""
     calls = calls_per_layer(lambda layers: mlp(40, [40] * layers, 10), 2, 6, torch.randn(8, 40))
-    assert calls <= 11
+    assert calls <= 12
 
 
 def test_calls_per_convolution():
@@ -64,7 +64,7 @@ def test_calls_per_convolution():
         body = [module for _ in range(layers) for module in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())]
         return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
-    assert calls_per_layer(make, 2, 6, torch.randn(16, 4, 8, 8)) <= 74
+    assert calls_per_layer(make, 2, 6, torch.randn(16, 4, 8, 8)) <= 75
 
 
 @pytest.mark.parametrize(
