@@ -4,30 +4,19 @@ The factor c with ``.grad = c ΔZᵀX`` is 1 straight after ``backward()``. The 
 ranks and norm clipping change it; value clipping, a penalty on the weights or a user's edit leave no such c.
 """
 
-import math
 from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 
 from consequent.input_matrix import InputMatrix, gradient_matrix
-from consequent.layers import weight_matrix
 from consequent.record import Record
 
-SAMPLED_ROWS = 8
 
-
-def factor_of_gradient(record: Record, rows: InputMatrix, squared_inputs: Tensor) -> float | Tensor | None:
-    """The scalar c with ``.grad = c ΔZᵀX``; None if there is none. Looks at the numbers, so not for a busy GPU.
-
-    Args:
-        record: what was captured.
-        rows: its matrices.
-        squared_inputs: ``‖X‖²``.
-    """
-    if record.verified and rows.features is not None and record.is_untouched():
-        return _factor_of_some_rows(record, rows, squared_inputs)
+def factor_of_gradient(record: Record, rows: InputMatrix) -> float | Tensor | None:
+    """The scalar c with ``.grad = c ΔZᵀX``; None if there is none. Looks at the numbers, so not for a busy GPU."""
+    if record.verified and _is_plain(record, rows):
+        return 1.0
     X, dZ = rows.whole(), rows.output_grads
     gradient = gradient_matrix(record).to(X.dtype)
     expected, found, sizes = _probe(gradient, X, dZ)
@@ -81,30 +70,19 @@ def rounding(record: Record) -> float:
     return 32 * torch.finfo(dtype).eps if dtype.itemsize >= 4 else 2 * torch.finfo(dtype).eps
 
 
-def _factor_of_some_rows(record: Record, rows: InputMatrix, squared_inputs: Tensor) -> float | Tensor | None:
-    """The factor from a few rows of the weight's gradient, where nobody is known to have touched it.
-
-    Reading all of it would cost a tenth of a training step on a CPU. What leaves no trace, and so is looked for, is a
-    scale (``GradScaler.unscale_``), and writing through ``.data``. Other rows are looked at in every step; where these
-    say nothing, as those of dead units, the one with the largest output gradient does.
-    """
+def _is_plain(record: Record, rows: InputMatrix) -> bool:
+    """Whether two probes of a layer with at most one bias find ``.grad = ΔZᵀX``; says no where that is not quick."""
     X, dZ, grad = rows.features, rows.output_grads, record.weight.grad
-    assert X is not None
-    assert grad is not None
-    gradient = weight_matrix(record.layer, grad)
-    record.looked_at += SAMPLED_ROWS
-    first = record.looked_at % dZ.shape[-1]
-    scale = rounding(record) * math.sqrt(squared_inputs.sum().item())
-    for row, count in ((first, min(SAMPLED_ROWS, dZ.shape[-1] - first)), (-1, 1)):
-        start = row if row >= 0 else int(dZ.abs().sum((0, 1)).argmax())
-        sample = dZ.narrow(-1, start, count)
-        expected = sample.mT @ X
-        found = gradient.narrow(1, start, count).to(X.dtype)
-        level = scale * vector_norm(sample).item()
-        if vector_norm(expected).item() > 10 * level:
-            is_plain = vector_norm(found - expected).item() <= level
-            return 1.0 if is_plain else multiple(found, expected, level)
-    return 1.0  # no row says anything: the gradient is nothing but rounding
+    bias_grad = rows.biases[0].grad if rows.has_one_bias_everywhere else None
+    if X is None or grad is None or len(X) > 1 or (rows.biases and bias_grad is None) or grad.dtype != X.dtype:
+        return False
+    u, v = _signs(dZ.shape[-1], dZ.dtype, dZ.device, 2), _signs(X.shape[-1], X.dtype, X.device, 2)
+    left, right = dZ[0] @ u, X[0] @ v
+    found = grad.reshape(len(u), -1) @ v
+    if bias_grad is not None:
+        right, found = right + 1, found + bias_grad[:, None]
+    difference = (found * u).sum(0) - (left * right).sum(0)
+    return bool((difference.abs() <= rounding(record) * left.norm(dim=0) * right.norm(dim=0)).all())
 
 
 def _probe(gradient: Tensor, X: Tensor, dZ: Tensor) -> tuple[Tensor, Tensor, Tensor]:

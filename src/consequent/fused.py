@@ -67,6 +67,7 @@ class FusedStep:
         from consequent.kernels.dense import MOST_ROWS, DenseLayer
 
         use = record.uses[0]
+        use.refuse_overwritten_inputs()
         inputs, output_grad = use.inputs, use.output_grad
         if len(record.uses) > 1 or not isinstance(record.layer, nn.Linear) or not 0 < use.rows <= MOST_ROWS:
             return False

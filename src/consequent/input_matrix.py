@@ -55,6 +55,8 @@ class InputMatrix:
     @classmethod
     def of(cls, record: Record) -> "InputMatrix":
         """The rows that the record has kept, in float32 or better."""
+        for use in record.uses:
+            use.refuse_overwritten_inputs()
         dZ = _concatenated(
             [layers.output_rows(use.layer, use.output_grad) for use in record.uses if use.output_grad is not None]
         )

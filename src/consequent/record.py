@@ -41,6 +41,7 @@ class Use:
     dtype: torch.dtype  # of the outputs: what the products were computed in
     kept_inputs: Kept | None  # None where the weight is not trained, and once nothing more needs them
     inputs: Tensor | None = None
+    inputs_version: int = -1  # when the backward pass was there
     output_grad: Tensor | None = None
 
     @property
@@ -50,6 +51,14 @@ class Use:
             return self.weight
         assert self.bias is not None
         return self.bias
+
+    def refuse_overwritten_inputs(self) -> None:
+        """Raise if somebody wrote to the inputs since the backward pass: the correction still needs them."""
+        if self.inputs is not None and self.inputs._version != self.inputs_version:
+            raise RuntimeError(
+                f"the inputs of {self.layer} were overwritten between backward() and step(), which corrects with them; "
+                "fill the buffer with the next batch after optimizer.step()"
+            )
 
 
 @dataclass
@@ -88,7 +97,6 @@ class Record:
     edited: bool = False  # somebody wrote to .grad between two backward passes
     accumulated_on_corrected: bool = False
     verified: bool = False  # the gradient was once compared with ΔZᵀX
-    looked_at: int = 0  # how often some of its rows were compared again
     plain_gradient: Tensor | None = None  # ΔZᵀX for that comparison, where the rows are not kept
     squared_output_grads: Tensor | None = None  # ‖ΔZ‖², likewise
 
@@ -185,6 +193,7 @@ class Record:
             self.biases.append(use.bias)
         if use.kept_inputs is not None:
             use.inputs = use.kept_inputs.get()
+            use.inputs_version = use.inputs._version
             if not graph_is_retained():
                 use.kept_inputs = None
         use.output_grad = output_grad

@@ -28,7 +28,6 @@ class Rewriter:
         self._reports = reports
         self._keeps_foresight = foresight
         self._watch: Watch | None = None
-        self._turn = 0
         self.samples: int | None = None  # N of the last step
         self.sides: dict[str, str] = {}  # on which each layer was solved last
         self.uncaptured: dict[str, str] = {}  # layers that got a gradient which no hook saw
@@ -89,8 +88,7 @@ class Rewriter:
 
     def _updates_of(self, records: list[Record]) -> list[Update]:
         waitable = [record for record in records if answers_at_once(record.weight)]
-        updates = updates_together(waitable, self._groups.damping_of, self._turn)
-        self._turn += 1
+        updates = updates_together(waitable, self._groups.damping_of)
         done = {update.record for update in updates}
         return updates + [self._update_of(record) for record in records if record not in done]
 

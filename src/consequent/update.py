@@ -121,7 +121,7 @@ def _on_sample_side(record: Record, damping: Damping, *, may_wait: bool) -> Upda
     level = damping.absolute(trace, record.rows)
     if record.verified and not may_wait and damping.value > 0:
         return _on_sample_side_of_device(rows, gram, trace, level)
-    factor = factor_of_gradient(record, rows, trace)
+    factor = factor_of_gradient(record, rows)
     if factor is None:
         X = rows.whole()
         gradient = correct_any_gradient(gradient_matrix(record).to(X.dtype), X, level)

@@ -100,7 +100,7 @@ def prepare_dense(layers: Sequence[DenseLayer], bad: Tensor) -> PreparedDense:
     device = bad.device
     block_rows = max([16, *(triton.next_power_of_2(layer.inputs.shape[0]) for layer in layers)])
     values, floats, aligned = _table_of(layers, block_rows)
-    scratch = torch.empty(floats, device=device)
+    scratch = torch.empty(floats, dtype=torch.float32, device=device)
     with device_guard(device):
         table = device_table(values, device, key="dense")
         if layers:

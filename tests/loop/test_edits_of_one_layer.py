@@ -1,0 +1,45 @@
+"""Layers that are solved together: what was done to the gradient of one of them counts, and is seen in every step."""
+
+import pytest
+import torch
+from torch import nn
+
+import consequent
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(12, 12) for _ in range(4)])
+
+
+def corrected(scaled):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    correction = consequent.attach(optimizer, model, damping=0.1)
+    if scaled:
+        for parameter in model[2].parameters():
+            parameter.register_hook(lambda grad: 0.1 * grad)
+    gradients = []
+    for step in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(5, 12, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        gradients.append([layer.weight.grad.clone() for layer in model])
+    assert correction.counters.edited == 0
+    return gradients
+
+
+def test_a_hook_on_one_parameter_scales_that_layer_in_every_step():
+    for plain, scaled in zip(corrected(False), corrected(True), strict=True):
+        for place, (one, other) in enumerate(zip(plain, scaled, strict=True)):
+            torch.testing.assert_close(other, one * (0.1 if place == 2 else 1.0), rtol=1e-3, atol=1e-6)
+
+
+def test_inputs_overwritten_before_the_step_are_refused():
+    model = network()
+    optimizer = consequent.CSGD(model, lr=0.1, damping=0.1)
+    inputs = torch.randn(5, 12)
+    model(inputs).square().mean().backward()
+    inputs.copy_(torch.randn(5, 12))
+    with pytest.raises(RuntimeError, match="overwritten between backward"):
+        optimizer.step()
