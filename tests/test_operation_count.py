@@ -54,7 +54,7 @@ def calls_per_layer(make, few, many, inputs):
 def test_calls_per_dense_layer():
     """On the sample side: Gram matrix, factorisation, solve, a look at a few rows, the product, finiteness."""
     calls = calls_per_layer(lambda layers: mlp(40, [40] * layers, 10), 2, 6, torch.randn(8, 40))
-    assert calls <= 30
+    assert calls <= 33
 
 
 def test_calls_per_convolution():
@@ -70,7 +70,7 @@ def test_calls_per_convolution():
 @pytest.mark.parametrize(
     ("model", "inputs", "most"),
     [
-        (lambda: mlp(3072, [800] * 8, 10), torch.randn(32, 3072), 1.45),
+        (lambda: mlp(3072, [800] * 8, 10), torch.randn(32, 3072), 1.48),
         (lambda: residual_net((16, 32, 64), 3, batch_norm=False), torch.randn(16, 3, 32, 32), 1.53),
     ],
     ids=["mlp", "resnet20"],

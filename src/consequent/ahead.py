@@ -7,6 +7,8 @@ once for all of them.
 """
 
 from collections.abc import Hashable
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +20,34 @@ from consequent.record import Factor, Record
 from consequent.ridge import add_to_diagonal, cholesky
 from consequent.settings import Damping
 
-MOST_TOGETHER = 4  # layers in a group: the last one's work is not hidden behind anything
+# Layers in a group. In a CUDA graph what counts is that the last group's work is not hidden behind anything, otherwise
+# the host's time.
+MOST_TOGETHER = 8
+MOST_TOGETHER_IN_GRAPH = 4
 MOST_WAITING = 2**28  # bytes of inputs that wait for their group to be complete
+
+
+@dataclass
+class _Group:
+    """Records of one kind that wait, on one device."""
+
+    kind: Hashable
+    damping: Damping
+    records: list[Record] = field(default_factory=list)
+    bytes: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        most = MOST_TOGETHER_IN_GRAPH if torch.cuda.is_current_stream_capturing() else MOST_TOGETHER
+        return len(self.records) >= most or self.bytes > MOST_WAITING
 
 
 class Ahead:
     """Groups of records whose moments are computed, and factorised, beside the backward pass."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+        self._groups: dict[torch.device, _Group] = {}
         self._busy: set[torch.device] = set()
-        self._group: list[Record] = []
-        self._kind: Hashable = None
-        self._damping = Damping(0.0)
-        self._bytes = 0
 
     def takes(self, record: Record) -> bool:
         """Whether the record's moment can wait and be computed with others: one use, on a GPU with kernels."""
@@ -49,54 +65,62 @@ class Ahead:
         """
         inputs = record.uses[0].inputs
         assert inputs is not None
-        kind = (_kind_of(record), inputs.shape, inputs.stride(), inputs.dtype, inputs.device, damping)
-        if self._group and (kind != self._kind or len(self._group) == MOST_TOGETHER or self._bytes > MOST_WAITING):
-            self.flush()
-        self._group.append(record)
-        self._kind, self._damping = kind, damping
-        self._bytes += inputs.nbytes
+        device = inputs.device
+        kind = (_kind_of(record), inputs.shape, inputs.stride(), inputs.dtype, damping)
+        group = self._groups.get(device)
+        if group is not None and (group.kind != kind or group.is_full):
+            self._start(device)
+            group = None
+        if group is None:
+            group = self._groups[device] = _Group(kind, damping)
+        group.records.append(record)
+        group.bytes += inputs.nbytes
 
     @in_full_precision
-    def flush(self) -> None:
-        """Start with what waits."""
-        records, self._group, self._bytes = self._group, [], 0
-        uses = [record.uses[0] for record in records]
+    def _start(self, device: torch.device) -> None:
+        """Start with what waits for the device."""
+        group = self._groups.pop(device)
+        uses = [record.uses[0] for record in group.records]
         inputs = [use.inputs for use in uses if use.inputs is not None]
-        if not inputs:
-            return
-        device = inputs[0].device
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        # Two streams, so that the next group's moments need not wait for this one's factors. Factors are one after the
-        # other, as their programs wait for each other: two such launches might each have half of the device.
-        summing, factorising = self._streams[device]
+        summing, factorising = _side_streams(device)
         self._busy.add(device)
         summing.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(summing):
             moments = second_moments(uses[0].layer, inputs, ones=uses[0].bias is not None)
         for tensor in inputs:
             tensor.record_stream(summing)  # its memory is not used again before that is over
-        factors: list[Factor] | list[None] = [None] * len(records)
-        if all(record.usual_uses == 1 for record in records):
+        factors: list[Factor] | list[None] = [None] * len(uses)
+        if all(record.usual_uses == 1 for record in group.records):
             factorising.wait_stream(summing)
             with torch.cuda.stream(factorising):
-                factors = _factorise(moments, self._damping, records[0].rows)
+                factors = _factorise(moments, group.damping, group.records[0].rows)
             moments.record_stream(factorising)
-        for record, moment, factor in zip(records, moments, factors, strict=True):
+        for record, moment, factor in zip(group.records, moments, factors, strict=True):
             record.reduce_to(moment, factor)
 
     def join(self) -> None:
-        """Let the current stream wait for all that was added; the host does not wait."""
-        self.flush()
+        """Let the current streams wait for all that was added; the host does not wait."""
+        for device in list(self._groups):
+            self._start(device)
         for device in self._busy:
             current = torch.cuda.current_stream(device)
-            for stream in self._streams[device]:
+            for stream in _side_streams(device):
                 current.wait_stream(stream)
         self._busy.clear()
 
     def forget(self) -> None:
         """Drop what waits: its gradients are gone."""
-        self._group, self._bytes = [], 0
+        self._groups.clear()
+
+
+@lru_cache
+def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """One for moments and one for factors, so that the next group's moments need not wait for this one's factors.
+
+    All corrections share them. Factors are one after the other, as their programs wait for each other: two such
+    launches might each have half of the device.
+    """
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 def _kind_of(record: Record) -> Hashable:

@@ -48,16 +48,16 @@ class Tally:
             setattr(self._counters, name, getattr(self._counters, name) + count)
 
     def on_device(self, device: torch.device) -> Tensor:
-        """The counts on a device: int64, an element for each of :data:`NAMES` and one that nobody looks at."""
+        """The counts on a device: int64, an element for each of :data:`NAMES`."""
         if device not in self._on_device:
-            self._on_device[device] = torch.zeros(len(NAMES) + 1, dtype=torch.int64, device=device)
+            self._on_device[device] = torch.zeros(len(NAMES), dtype=torch.int64, device=device)
         return self._on_device[device]
 
     def read(self) -> Counters:
         """All counts; waits for the devices."""
         counts = {name: getattr(self._counters, name) for name in NAMES}
         for on_device in self._on_device.values():
-            for name, count in zip(NAMES, on_device.tolist(), strict=False):
+            for name, count in zip(NAMES, on_device.tolist(), strict=True):
                 counts[name] += count
         return Counters(**counts)
 

@@ -8,23 +8,24 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from consequent.input_matrix import InputMatrix, gradient_matrix
+from consequent.layers import weight_matrix
 from consequent.record import Record
+
+PROBES = 4
 
 
 def factor_of_gradient(record: Record, rows: InputMatrix) -> float | Tensor | None:
     """The scalar c with ``.grad = c ΔZᵀX``; None if there is none. Looks at the numbers, so not for a busy GPU."""
-    if record.verified and _is_plain(record, rows):
-        return 1.0
-    X, dZ = rows.whole(), rows.output_grads
-    gradient = gradient_matrix(record).to(X.dtype)
-    expected, found, sizes = _probe(gradient, X, dZ)
+    expected, found, sizes = _probe(record, rows)
     tolerance = rounding(record)
     if bool(((found - expected).abs() <= tolerance * sizes).all()):
         record.verified = True
         return 1.0
-    factor = multiple(gradient, dZ.mT @ X, tolerance * X.norm() * dZ.norm())
+    X, dZ = rows.whole(), rows.output_grads
+    factor = multiple(gradient_matrix(record).to(X.dtype), dZ.mT @ X, tolerance * X.norm() * dZ.norm())
     if factor is not None:
         record.verified = True
     return factor
@@ -32,10 +33,9 @@ def factor_of_gradient(record: Record, rows: InputMatrix) -> float | Tensor | No
 
 def factor_on_device(record: Record, rows: InputMatrix) -> tuple[Tensor, Tensor, Tensor]:
     """The same without looking: the factor, whether there is none, and a number that is NaN or inf if any was met."""
-    X, dZ = rows.whole(), rows.output_grads
-    expected, found, sizes = _probe(gradient_matrix(record).to(X.dtype), X, dZ)
+    expected, found, sizes = _probe(record, rows)
     squared = expected.square().sum()
-    factor = torch.where(squared > 0, (found * expected).sum() / squared, 1.0).to(X.dtype)
+    factor = torch.where(squared > 0, (found * expected).sum() / squared, 1.0).to(found.dtype)
     edited = ((found - factor * expected).abs() > rounding(record) * factor.abs() * sizes).float().mean() > 0.5
     return factor, edited, found.sum()
 
@@ -70,32 +70,36 @@ def rounding(record: Record) -> float:
     return 32 * torch.finfo(dtype).eps if dtype.itemsize >= 4 else 2 * torch.finfo(dtype).eps
 
 
-def _is_plain(record: Record, rows: InputMatrix) -> bool:
-    """Whether two probes of a layer with at most one bias find ``.grad = ΔZᵀX``; says no where that is not quick."""
-    X, dZ, grad = rows.features, rows.output_grads, record.weight.grad
-    bias_grad = rows.biases[0].grad if rows.has_one_bias_everywhere else None
-    if X is None or grad is None or len(X) > 1 or (rows.biases and bias_grad is None) or grad.dtype != X.dtype:
-        return False
-    u, v = _signs(dZ.shape[-1], dZ.dtype, dZ.device, 2), _signs(X.shape[-1], X.dtype, X.device, 2)
-    left, right = dZ[0] @ u, X[0] @ v
-    found = grad.reshape(len(u), -1) @ v
-    if bias_grad is not None:
-        right, found = right + 1, found + bias_grad[:, None]
-    difference = (found * u).sum(0) - (left * right).sum(0)
-    return bool((difference.abs() <= rounding(record) * left.norm(dim=0) * right.norm(dim=0)).all())
-
-
-def _probe(gradient: Tensor, X: Tensor, dZ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _probe(record: Record, rows: InputMatrix) -> tuple[Tensor, Tensor, Tensor]:
     """``(ΔZ u) · (X v)`` and ``u G v`` for a few random u and v, and the sizes that bound the first.
 
     They agree if ``G = ΔZᵀX``; G is read once, while computing ``ΔZᵀX`` again would cost as much as backpropagation.
+    The columns of the biases, X's and G's, are multiplied apart: to join them to the others would copy all of both.
     """
-    u, v = _signs(dZ.shape[-1], dZ.dtype, dZ.device), _signs(X.shape[-1], X.dtype, X.device)
-    left, right = dZ @ u, X @ v
-    return (left * right).sum(-2), ((gradient @ v) * u).sum(-2), left.norm(dim=-2) * right.norm(dim=-2)
+    X, dZ = rows.features, rows.output_grads
+    u = _signs(dZ.shape[-1], dZ)
+    left = dZ @ u
+    if X is not None and record.weight.grad is not None:
+        v = _signs(X.shape[-1], X)
+        right, found = X @ v, weight_matrix(record.layer, record.weight.grad).to(X.dtype) @ v
+    else:
+        right, found = torch.zeros_like(left), torch.zeros_like(u)
+    for place, (bias, ones) in enumerate(rows.bias_columns()):
+        assert bias.grad is not None
+        column: Tensor | float = bias.grad.view(len(dZ), -1, 1).to(dZ.dtype)
+        if place > 0:  # the usual only one needs no sign
+            sign = _signs(place, dZ)[-1]
+            column, ones = column * sign, ones * sign
+        found, right = found + column, right + ones
+    expected = (left * right).sum(-2)
+    return expected, (found * u).sum(-2), vector_norm(left, dim=-2) * vector_norm(right, dim=-2)
+
+
+def _signs(size: int, like: Tensor) -> Tensor:
+    return _random_signs(size, like.dtype, like.device)
 
 
 @lru_cache(maxsize=256)
-def _signs(size: int, dtype: torch.dtype, device: torch.device, probes: int = 8) -> Tensor:
-    generator = torch.Generator().manual_seed(size)  # not the user's random numbers
-    return (torch.randint(0, 2, (size, probes), generator=generator) * 2 - 1).to(device, dtype)
+def _random_signs(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(size)  # not the user's random numbers
+    return (torch.randint(0, 2, (size, PROBES), generator=generator, device="cpu") * 2 - 1).to(device, dtype)

@@ -18,20 +18,16 @@ def trained(record: Record) -> list[Tensor]:
 
 def gradient_matrix(record: Record) -> Tensor:
     """``[groups, out_features, columns]``: what is in ``.grad`` of the weight and the biases."""
-    return join(record, [parameter.grad for parameter in trained(record) if parameter.grad is not None])
-
-
-def join(record: Record, gradients: list[Tensor]) -> Tensor:
-    """Gradients of :func:`trained` parameters as the columns of one matrix."""
-    groups = layers.groups(record.layer)
-    parts = [gradient.reshape(groups, -1, 1) for gradient in gradients]
+    parts = []
     if record.features and record.weight.grad is not None:
-        parts[0] = layers.weight_matrix(record.layer, gradients[0])
+        parts.append(layers.weight_matrix(record.layer, record.weight.grad))
+    groups = layers.groups(record.layer)
+    parts += [bias.grad.view(groups, -1, 1) for bias in record.biases if bias.grad is not None]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def split(record: Record, matrix: Tensor) -> list[Tensor]:
-    """The inverse of :func:`join`."""
+    """The inverse of :func:`gradient_matrix`, for a matrix of new gradients."""
     parameters = trained(record)
     widths = [record.features if parameter is record.weight and record.features else 1 for parameter in parameters]
     parts = matrix.split(widths, dim=-1)
@@ -81,6 +77,12 @@ class InputMatrix:
             for bias in self.biases
         ]
         return torch.stack(columns, dim=-1)
+
+    def bias_columns(self) -> list[tuple[Tensor, float | Tensor]]:
+        """The biases that have a gradient, each with its column: 1 where that is all, otherwise ``[rows, 1]``."""
+        if self.has_one_bias_everywhere:
+            return [(self.biases[0], 1.0)]
+        return [] if self.ones is None else list(zip(self.biases, self.ones.split(1, dim=-1), strict=True))
 
     @property
     def has_one_bias_everywhere(self) -> bool:

@@ -39,8 +39,11 @@ def _products_are_rounded() -> bool:
 
 @contextmanager
 def _unrounded_products() -> Iterator[None]:
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    matmul = torch.backends.cuda.matmul
+    # What is inherited goes on following what it is inherited from.
+    inherited = bool(torch.backends.fp32_precision == "tf32")  # type: ignore[attr-defined]
+    matmul.fp32_precision = "ieee"
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        matmul.fp32_precision = "none" if inherited else "tf32"

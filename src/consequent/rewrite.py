@@ -64,7 +64,7 @@ class Rewriter:
                 self._watch = Watch(list(sides), self._capture.names, self._groups.learning_rate_of, divisor)
             written = {update.record: update.write(divisor, finite) for update in updates}
             if fused:
-                written |= fused.write(self._reports.on_device(fused.device)[-3:])
+                written |= fused.write(self._reports.on_device(fused.device)[-2:])
             self._reports.step_taken()
             if self._watch is not None:
                 self._watch.note_corrected()
@@ -132,8 +132,8 @@ class Rewriter:
             return True  # the kernels look for themselves
         finite = is_bad[0] == 0
         for grad in plain:
-            if not grad.is_sparse:
-                grad.masked_fill_(~finite.to(grad.device), 0)
+            values = grad._values() if grad.is_sparse else grad
+            values.masked_fill_(~finite.to(grad.device), 0)
         return finite
 
     def _list_uncaptured(self, records: list[Record]) -> None:

@@ -1,12 +1,13 @@
 """The sample side of many dense layers at once, with a few calls for each: what a small batch costs is mostly calls.
 
 The same mathematics as in :mod:`consequent.update`, which takes whatever is not the usual case: a layer called once,
-its gradient as backpropagation left it, a matrix that can be factorised with digits to spare.
+its gradient what its inputs explain, a matrix that can be factorised with digits to spare.
 """
 
 import math
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +29,17 @@ def updates_together(records: Iterable[Record], damping_of: Callable[[Tensor], D
         records: on a device that may be waited for.
         damping_of: λ for a parameter.
     """
-    groups: dict[tuple[int, bool, torch.dtype, Damping], list[InputMatrix]] = {}
+    groups: dict[tuple[int, bool, torch.dtype, Damping], list[_Member]] = {}
     for record in records:
-        if _is_usual(record):
-            use = record.uses[0]
-            damping = damping_of(use.key)
-            rows = InputMatrix.of(record)
-            if damping.value > 0 and not damping.relative and factor_of_gradient(record, rows) == 1.0:
-                groups.setdefault((use.rows, use.bias is not None, use.dtype, damping), []).append(rows)
+        use = record.uses[0] if _is_usual(record) else None
+        damping = None if use is None else damping_of(use.key)
+        if use is None or damping is None or damping.value == 0 or damping.relative:
+            continue
+        rows = InputMatrix.of(record)
+        factor = factor_of_gradient(record, rows)
+        if factor is not None:
+            kind = (use.rows, use.bias is not None, use.dtype, damping)
+            groups.setdefault(kind, []).append(_Member(rows, factor))
     updates = []
     for (count, has_bias, dtype, damping), members in groups.items():
         if len(members) >= FEWEST:
@@ -43,19 +47,25 @@ def updates_together(records: Iterable[Record], damping_of: Callable[[Tensor], D
     return updates
 
 
+class _Member(NamedTuple):
+    """A layer of a group."""
+
+    rows: InputMatrix
+    factor: float | Tensor  # by which its gradient differs from ΔZᵀX
+
+
 def _is_usual(record: Record) -> bool:
-    if len(record.uses) != 1 or record.moment is not None or not record.verified:
+    if len(record.uses) != 1 or record.moment is not None:
         return False
-    use, grad = record.uses[0], record.weight.grad
+    use = record.uses[0]
     return (
         isinstance(record.layer, nn.Linear)
         and use.inputs is not None
         and use.rows > 0
         and use.dtype in (torch.float32, torch.float64)
         and use.dtype == record.weight.dtype
-        and grad is not None
+        and record.weight.grad is not None
         and all(bias.grad is not None for bias in record.biases)
-        and record.is_untouched()
     )
 
 
@@ -65,22 +75,23 @@ def _added_to_products(rows: int, damping: float, has_bias: bool, dtype: torch.d
     return torch.eye(rows, dtype=dtype, device="cpu") * damping + float(has_bias)
 
 
-def _updates_of_group(matrices: list[InputMatrix], constant: Tensor) -> list[Update]:
-    damped = constant.new_empty(len(matrices), *constant.shape)
-    for target, matrix in zip(damped.unbind(), matrices, strict=True):
-        assert matrix.features is not None
-        X = matrix.features[0]
+def _updates_of_group(members: list[_Member], constant: Tensor) -> list[Update]:
+    damped = constant.new_empty(len(members), *constant.shape)
+    for target, member in zip(damped.unbind(), members, strict=True):
+        assert member.rows.features is not None
+        X = member.rows.features[0]
         torch.addmm(constant, X, X.mT, out=target)
     factors, info = torch.linalg.cholesky_ex(damped)
     doubtful = leaves_few_digits(damped, factors).logical_or_(info != 0).tolist()
-    inverses = torch.linalg.solve_triangular(
-        factors, _added_to_products(len(constant), 1.0, False, constant.dtype), upper=False
-    )
+    identity = _added_to_products(len(constant), 1.0, False, constant.dtype)
+    inverses = torch.linalg.solve_triangular(factors, identity, upper=False)
     updates = []
-    for matrix, inverse, is_doubtful in zip(matrices, inverses.unbind(), doubtful, strict=True):
+    for (rows, factor), inverse, is_doubtful in zip(members, inverses.unbind(), doubtful, strict=True):
         if is_doubtful:
             continue
-        coefficients = inverse.mT @ (inverse @ matrix.output_grads[0])
+        coefficients = inverse.mT @ (inverse @ rows.output_grads[0])
+        if factor != 1.0:
+            coefficients *= factor
         finite = math.isfinite(coefficients.sum().item())
-        updates.append(Update(matrix.record, "samples", finite, coefficients=coefficients[None], rows=matrix))
+        updates.append(Update(rows.record, "samples", finite, coefficients=coefficients[None], rows=rows))
     return updates

@@ -130,7 +130,7 @@ def write_dense(prepared: PreparedDense, counts: Tensor) -> None:
 
     Args:
         prepared: by :func:`prepare_dense`.
-        counts: int64 of three elements, the first two of which are added to: layers whose matrix could not be
+        counts: int64 of two elements, which are added to: layers whose matrix could not be
             factorised, and layers whose gradient is no multiple of ``ΔZᵀX``. Both get ``s G / (trace + λ)``.
     """
     if not prepared.layers:

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from consequent.kernels.launch import launch
 from consequent.kernels.table import device_guard
 
 __all__ = ["LARGEST", "inverse_factor"]
@@ -93,21 +94,14 @@ def factor_by(team: Team, moment: Tensor, damping: float, *, rows: int | None = 
     with device_guard(moment.device):
         # Members wait for each other, so a team has to run at the same time. Programs start in their order and members
         # are neighbours: if not all teams fit on the device at once, the first ones do, and make place for the others.
-        _factorise[(count * team.members,)](
-            moment,
-            inverse,
-            status,
-            scratch,
-            arrivals,
-            size,
-            tiles,
-            team.members,
-            damping if rows is None else damping / max(rows, 1),
-            RELATIVE=rows is not None,
-            TILE=_TILE,
-            CHUNK=team.chunk,
-            ALONE=team.members == 1,
-            LARGEST=LARGEST,
+        launch(
+            _factorise,
+            (count * team.members,),
+            (
+                *(moment, inverse, status, scratch, arrivals, size, tiles, team.members),
+                damping if rows is None else damping / max(rows, 1),
+            ),
+            (rows is not None, _TILE, team.chunk, team.members == 1, LARGEST),
             num_warps=team.warps,
             num_stages=1,
         )

@@ -108,7 +108,7 @@ def write_features(prepared: PreparedFeatures, counts: Tensor) -> None:
 
     Args:
         prepared: by :func:`prepare_features`.
-        counts: int64 of three elements, the first of which is added to: layers without a factor, which get
+        counts: int64 of two elements, the first of which is added to: layers without a factor, which get
             ``s G / (trace + λ)``.
     """
     if not prepared.layers:

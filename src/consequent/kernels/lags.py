@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from consequent.kernels.launch import launch
 from consequent.kernels.moment import check_inputs, geometry_of, multiprocessors
 from consequent.kernels.table import device_guard
 
@@ -37,6 +38,7 @@ __all__ = ["lag_moments"]
 LAGS = 13  # (0, 0), (0, 1), (0, 2), (1, −2), …, (2, 2)
 MOST_JOBS = 64  # of a layer: they are added up by one program, at once
 PART = 16  # pairs of channels that one program puts together: few, since all wait for the memory
+PLACES = 64  # pixels of a channel that one program turns around, of all images
 AT_ONCE = 8  # layers whose images one launch turns around: their addresses are arguments
 
 
@@ -159,23 +161,12 @@ def _turn(inputs: list[Tensor], cut: Cut, ones: bool) -> tuple[Tensor, Tensor]:
     sums = torch.empty(len(inputs) * area if ones else 1, dtype=torch.float32, device=first.device)
     for start in range(0, len(inputs), AT_ONCE):
         some = inputs[start : start + AT_ONCE]
-        _turn_around[(-(-area // 64), len(some))](
-            *some,
-            *[first] * (AT_ONCE - len(some)),
-            turned,
-            sums,
-            *strides,
-            images,
-            cut.images,
-            height,
-            width,
-            start,
-            COUNT=len(some),
-            CHANNELS=channels,
-            CHANNELS_FIRST=strides[1] > strides[3],
-            ONES=ones,
-            PLACES=64,
-            IMAGES=min(128, triton.next_power_of_2(cut.images)),
+        missing = [first] * (AT_ONCE - len(some))
+        launch(
+            _turn_around,
+            (-(-area // PLACES), len(some)),
+            (*some, *missing, turned, sums, *strides, images, cut.images, height, width, start),
+            (len(some), channels, strides[1] > strides[3], ones, PLACES, min(128, triton.next_power_of_2(cut.images))),
             num_warps=4,
         )
     return turned, sums
@@ -277,20 +268,11 @@ def _multiply(turned: Tensor, layers: int, cut: Cut) -> Tensor:
     tile = plan.group * plan.channels * plan.slots * plan.channels
     products = torch.empty(layers * cut.jobs * cut.tiles * tile, dtype=torch.float32, device=turned.device)
     kernel, tiles = (_multiply_rows, cut.tiles // 3) if plan.rows else (_multiply_groups, cut.tiles)
-    kernel[(cut.jobs * layers * tiles,)](
-        turned,
-        products,
-        cut.images,
-        height,
-        width,
-        layers,
-        cut.share,
-        *cut.splits,
-        CHANNELS=channels,
-        GROUP=plan.group,
-        BLOCK=plan.channels,
-        SLOTS=plan.slots,
-        DEPTH=cut.depth,
+    launch(
+        kernel,
+        (cut.jobs * layers * tiles,),
+        (turned, products, cut.images, height, width, layers, cut.share, *cut.splits),
+        (channels, plan.group, plan.channels, plan.slots, cut.depth),
         num_warps=plan.warps,
         num_stages=plan.stages,
     )
@@ -490,24 +472,14 @@ def _put_together(products: Tensor, sums: Tensor, layers: int, cut: Cut, ones: b
     plan = cut.plan
     moments = torch.empty((layers, cut.features, cut.features), dtype=torch.float32, device=products.device)
     part = PART if products.device.type == "cuda" else 4096
-    _put_lags[(-(-channels * channels // part), LAGS + 9 * ones, layers)](
-        products,
-        sums,
-        moments,
-        images,
-        height,
-        width,
-        cut.jobs,
-        *cut.splits,
-        CHANNELS=channels,
-        ONES=ones,
-        GROUP=plan.group,
-        BLOCK=plan.channels,
-        SLOTS=plan.slots,
-        LAGS=LAGS,
-        WIDE=products.numel() // layers >= 2**31,
-        PART=part,
-        JOBS=triton.next_power_of_2(cut.jobs),
+    launch(
+        _put_lags,
+        (-(-channels * channels // part), LAGS + 9 * ones, layers),
+        (products, sums, moments, images, height, width, cut.jobs, *cut.splits),
+        (
+            *(channels, ones, plan.group, plan.channels, plan.slots, LAGS),
+            *(products.numel() // layers >= 2**31, part, triton.next_power_of_2(cut.jobs)),
+        ),
         num_warps=1,
     )
     return moments

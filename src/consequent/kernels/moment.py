@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from consequent.kernels.launch import launch
 from consequent.kernels.table import device_guard
 
 __all__ = ["Precision", "patch_moment", "row_moment"]
@@ -23,6 +24,8 @@ __all__ = ["Precision", "patch_moment", "row_moment"]
 Precision = Literal["tf32", "tf32x3", "ieee", "bf16"]
 PRECISIONS = ("tf32", "tf32x3", "ieee", "bf16")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+SPLITS_AT_ONCE = 64  # that a program adds up
 
 _MOST_ROWS = 2**31 - 2**17  # positions are counted in 32 bits, and counted a little past their end
 
@@ -235,40 +238,26 @@ def _moment(
     partial = torch.empty(cut.splits * cut.tiles * plan.block**2, dtype=torch.float32, device=inputs.device)
     moment = torch.empty((features, features), dtype=torch.float32, device=inputs.device)
     with device_guard(inputs.device):
-        _multiply_strips[(cut.tiles * cut.splits,)](
-            inputs,
-            partial,
-            *strides,
-            geometry.height,
-            geometry.width,
-            geometry.out_height,
-            geometry.out_width,
-            geometry.rows,
-            cut.share,
-            cut.tiles,
-            CHANNELS=geometry.channels,
-            KERNEL=geometry.kernel,
-            ONES=ones,
-            CHANNELS_FIRST=channels_first,
-            WIDE=cut.wide,
-            PRECISION=precision,
-            SINGLE=cut.blocks == 1,
-            BLOCK=plan.block,
-            DEPTH=plan.depth,
+        launch(
+            _multiply_strips,
+            (cut.tiles * cut.splits,),
+            (
+                *(inputs, partial, *strides, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
+                *(geometry.rows, cut.share, cut.tiles),
+            ),
+            (
+                *(geometry.channels, geometry.kernel, ones, channels_first, cut.wide, precision),
+                *(cut.blocks == 1, plan.block, plan.depth),
+            ),
             num_warps=plan.warps,
             num_stages=plan.stages,
         )
-        _add_splits[(cut.tiles, plan.block**2 // cut.part)](
-            partial,
-            moment,
-            features,
-            cut.splits,
-            cut.tiles,
-            CHANNELS=geometry.channels,
-            TAPS=1 if channels_first else geometry.kernel[0] * geometry.kernel[1],
-            BLOCK=plan.block,
-            PART=cut.part,
-            SPLITS=64,
+        taps = 1 if channels_first else geometry.kernel[0] * geometry.kernel[1]
+        launch(
+            _add_splits,
+            (cut.tiles, plan.block**2 // cut.part),
+            (partial, moment, features, cut.splits, cut.tiles),
+            (geometry.channels, taps, plan.block, cut.part, SPLITS_AT_ONCE),
             num_warps=4,
         )
     return moment

@@ -35,7 +35,7 @@ def device_table(values: Sequence[int], device: torch.device | str, *, key: str 
     device = torch.device(device)
     wanted = list(values)
     if device.type == "cpu":  # Triton's interpreter
-        return torch.tensor(wanted, dtype=torch.int64)
+        return torch.tensor(wanted, dtype=torch.int64, device="cpu")
     if torch.cuda.is_current_stream_capturing():
         return _written(wanted, device)  # a graph owns its memory, and its launches have not run yet: not to be shared
     place = (key, *_stream_of(device))
@@ -43,7 +43,7 @@ def device_table(values: Sequence[int], device: torch.device | str, *, key: str 
     if last is not None and last[0] == wanted:
         return last[1]
     # The allocator of pinned memory keeps the source until the copy is done.
-    table = torch.tensor(wanted, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+    table = torch.tensor(wanted, dtype=torch.int64, device="cpu", pin_memory=True).to(device, non_blocking=True)
     _last_tables[place] = (wanted, table)
     return table
 
