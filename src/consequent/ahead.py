@@ -35,6 +35,7 @@ class _Group:
     damping: Damping
     records: list[Record] = field(default_factory=list)
     bytes: int = 0
+    ready: torch.cuda.Event | None = None  # when the last one's inputs are there, which may have been recomputed
 
     @property
     def is_full(self) -> bool:
@@ -75,6 +76,7 @@ class Ahead:
             group = self._groups[device] = _Group(kind, damping)
         group.records.append(record)
         group.bytes += inputs.nbytes
+        group.ready = torch.cuda.current_stream(device).record_event()
 
     @in_full_precision
     def _start(self, device: torch.device) -> None:
@@ -82,9 +84,10 @@ class Ahead:
         group = self._groups.pop(device)
         uses = [record.uses[0] for record in group.records]
         inputs = [use.inputs for use in uses if use.inputs is not None]
+        assert group.ready is not None
         summing, factorising = _side_streams(device)
         self._busy.add(device)
-        summing.wait_stream(torch.cuda.current_stream(device))
+        summing.wait_event(group.ready)  # and not for what came after
         with torch.cuda.stream(summing):
             moments = second_moments(uses[0].layer, inputs, ones=uses[0].bias is not None)
         for tensor in inputs:

@@ -55,7 +55,7 @@ def corrected_together(model, damping, *, change=None, bad=None):
     backward(model, optimizer, bad)
     if change is not None:
         change(model)
-    fused = FusedStep(DEVICE)
+    fused = FusedStep(model[0].weight.device)
     records = correction._capture.filled_records()
     for record in records:
         if record.moment is not None and record.factor is None:
@@ -120,7 +120,7 @@ def test_what_kernels_do_not_take():
     optimizer, correction = attached(model, damping=0.1)
     backward(model, optimizer)
     conv, first, *_ = sorted(correction._capture.filled_records(), key=lambda record: -record.weight.ndim)
-    fused = FusedStep(DEVICE)
+    fused = FusedStep(model[0].weight.device)
     assert not fused.take(first, Damping(0.0), 8.0)  # the pseudo-inverse
     conv.factor = Factor(Damping(0.3), torch.eye(19, device=DEVICE)[None], torch.ones(1, 4, device=DEVICE))
     assert not fused.take(conv, Damping(0.1), 8.0)  # λ was changed since

@@ -467,8 +467,9 @@ def test_progress_on_a_terminal_is_one_live_line():
 @pytest.mark.parametrize("consequentialist", [False, True])
 @pytest.mark.parametrize(("model", "optimiser"), [("mlp", "sgd"), ("mlp", "adam"), ("resnet20", "nesterov")])
 def test_graphed_runs_learn_as_eager_ones_do(tmp_path, model, optimiser, consequentialist):
+    lr = RATES[optimiser] * (0.1 if model == "resnet20" else 1)  # small enough for rounding not to grow
     config = replace(
-        SMALL, model=model, optimiser=optimiser, lr=RATES[optimiser], consequentialist=consequentialist, tf32=False,
+        SMALL, model=model, optimiser=optimiser, lr=lr, consequentialist=consequentialist, tf32=False,
         gradient_norms="both", iterations=40,
     )  # fmt: skip
     eager = run(replace(config, graph=False), tmp_path / "eager", "cuda")

@@ -662,7 +662,7 @@ def _put_ones(sums, moment, tap, layer, images, height, width, CHANNELS: tl.cons
     """One tap's part of the last row and column: all that it sees, from the sums over the images."""
     FEATURES: tl.constexpr = 9 * CHANNELS + 1
     PIXELS: tl.constexpr = 256
-    WIDTH: tl.constexpr = 16
+    WIDTH: tl.constexpr = 16 if CHANNELS > 4 else 4
     area = height * width
     source = sums + layer.to(tl.int64) * (area * CHANNELS)
     if tl.program_id(0) + tap == 0:

@@ -21,8 +21,8 @@ from consequent.kernels.table import device_guard
 
 __all__ = ["Precision", "patch_moment", "row_moment"]
 
-Precision = Literal["tf32", "tf32x3", "ieee", "bf16"]
-PRECISIONS = ("tf32", "tf32x3", "ieee", "bf16")
+Precision = Literal["tf32", "tf32x3", "ieee"]
+PRECISIONS = ("tf32", "tf32x3", "ieee")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 SPLITS_AT_ONCE = 64  # that a program adds up
@@ -51,8 +51,8 @@ def patch_moment(
         padding: rows and columns of zeros on each side.
         dilation: pixels from one tap of the kernel to the next.
         ones: whether every patch gets a last entry 1, whose weight is the bias.
-        precision: of the products of float32 numbers: rounded to ``"tf32"`` or ``"bf16"``, made of three TF32 products
-            (``"tf32x3"``, nearly float32), or ``"ieee"`` float32, which is slow. Sums are always float32.
+        precision: of the products of float32 numbers: rounded to ``"tf32"``, made of three TF32 products (``"tf32x3"``,
+            nearly float32), or ``"ieee"`` float32, which is slow. Sums are always float32.
 
     Returns:
         ``[D + ones, D + ones]`` in float32, ``D = C · height · width`` in the order of ``weight.flatten(1)``.
@@ -174,8 +174,8 @@ def needs_wide_offsets(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool
 
 def suited(inputs: Tensor, precision: Precision) -> tuple[Tensor, Precision]:
     """The inputs and the precision as the kernels want them."""
-    if inputs.device.type != "cuda" and (inputs.dtype == torch.bfloat16 or precision == "bf16"):
-        return inputs.bfloat16().float(), "ieee"  # the interpreter is made of NumPy, which has no bfloat16
+    if inputs.device.type != "cuda" and inputs.dtype == torch.bfloat16:
+        return inputs.float(), "ieee"  # the interpreter is made of NumPy, which has no bfloat16
     if inputs.dtype != torch.float32:
         return inputs, "ieee"  # they are multiplied as they are: one kernel for all precisions
     return inputs, precision
@@ -428,9 +428,7 @@ def gather(inputs, corners, top, left, offsets, above, across, height, width):
 @triton.jit
 def accumulate(left, right, product, PRECISION: tl.constexpr):
     """``product + left @ right``."""
-    if PRECISION == "bf16":
-        result = tl.dot(left, right, product)
-    elif PRECISION == "tf32" and left.dtype == tl.float32:
+    if PRECISION == "tf32" and left.dtype == tl.float32:
         result = tl.dot(nearest_tf32(left), nearest_tf32(right), product, input_precision="tf32")
     else:
         result = tl.dot(left, right, product, input_precision=PRECISION)
