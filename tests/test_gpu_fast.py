@@ -7,6 +7,7 @@ import torch
 from test_gpu import batch, net, weights
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import consequent
 from consequent import kernels
@@ -82,6 +83,33 @@ def test_no_race_between_the_streams():
         torch.use_deterministic_algorithms(False)
     spread = max((result - results[0]).norm().item() for result in results)
     assert spread <= 1e-3 * (results[0] - weights(start)).norm()
+
+
+def recomputed(model, inputs):
+    return checkpoint(model, inputs, use_reentrant=False)
+
+
+def brought_back(model, inputs):
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        return model(inputs)
+
+
+@pytest.mark.parametrize("forward", [recomputed, brought_back])
+def test_inputs_that_come_late(forward):
+    """Nothing may be read before it is there: the device is kept busy until the step is launched."""
+    results = []
+    start = convolutions()
+    for call in (nn.Module.__call__, forward):
+        model = copy.deepcopy(start)
+        optimizer = consequent.CSGD(model, lr=0.05, damping=0.1)
+        inputs, labels = images()
+        for _ in range(3):
+            torch.cuda._sleep(50_000_000)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(call(model, inputs), labels).backward()
+            optimizer.step()
+        results.append(model)
+    assert distance(results[1], results[0], start) < 1e-3
 
 
 def captured(model, optimizer, inputs, labels):

@@ -20,11 +20,8 @@ from consequent.record import Factor, Record
 from consequent.ridge import add_to_diagonal, cholesky
 from consequent.settings import Damping
 
-# Layers in a group. In a CUDA graph what counts is that the last group's work is not hidden behind anything, otherwise
-# the host's time.
-MOST_TOGETHER = 8
-MOST_TOGETHER_IN_GRAPH = 4
-MOST_WAITING = 2**28  # bytes of inputs that wait for their group to be complete
+MOST_TOGETHER = 8  # layers in a group
+MOST_WAITING = 2**24  # bytes of inputs in a group: their memory is needed until their moments are there
 
 
 @dataclass
@@ -35,12 +32,11 @@ class _Group:
     damping: Damping
     records: list[Record] = field(default_factory=list)
     bytes: int = 0
-    ready: torch.cuda.Event | None = None  # when the last one's inputs are there, which may have been recomputed
+    ready: torch.cuda.Event | None = None  # when the inputs of all are there
 
     @property
     def is_full(self) -> bool:
-        most = MOST_TOGETHER_IN_GRAPH if torch.cuda.is_current_stream_capturing() else MOST_TOGETHER
-        return len(self.records) >= most or self.bytes > MOST_WAITING
+        return len(self.records) >= MOST_TOGETHER or self.bytes >= MOST_WAITING
 
 
 class Ahead:
@@ -48,7 +44,7 @@ class Ahead:
 
     def __init__(self) -> None:
         self._groups: dict[torch.device, _Group] = {}
-        self._busy: set[torch.device] = set()
+        self._busy: dict[torch.device, torch.cuda.Event] = {}  # devices, and when the forward pass was over there
 
     def takes(self, record: Record) -> bool:
         """Whether the record's moment can wait and be computed with others: one use, on a GPU with kernels."""
@@ -76,7 +72,14 @@ class Ahead:
             group = self._groups[device] = _Group(kind, damping)
         group.records.append(record)
         group.bytes += inputs.nbytes
-        group.ready = torch.cuda.current_stream(device).record_event()
+        if device not in self._busy:
+            self._busy[device] = torch.cuda.current_stream(device).record_event()
+        # The inputs wait since the forward pass, unless they were recomputed or brought back now. So a CUDA graph, in
+        # which the host's order means nothing, can do all of this in the shadow of the whole backward pass.
+        if not record.uses[0].inputs_stayed:
+            group.ready = torch.cuda.current_stream(device).record_event()
+        elif group.ready is None:
+            group.ready = self._busy[device]
 
     @in_full_precision
     def _start(self, device: torch.device) -> None:
@@ -86,8 +89,7 @@ class Ahead:
         inputs = [use.inputs for use in uses if use.inputs is not None]
         assert group.ready is not None
         summing, factorising = _side_streams(device)
-        self._busy.add(device)
-        summing.wait_event(group.ready)  # and not for what came after
+        summing.wait_event(group.ready)
         with torch.cuda.stream(summing):
             moments = second_moments(uses[0].layer, inputs, ones=uses[0].bias is not None)
         for tensor in inputs:
@@ -114,6 +116,7 @@ class Ahead:
     def forget(self) -> None:
         """Drop what waits: its gradients are gone."""
         self._groups.clear()
+        self._busy.clear()
 
 
 @lru_cache

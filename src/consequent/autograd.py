@@ -69,9 +69,13 @@ class Kept:
     A plain reference would hold the tensor in spite of activation checkpointing or ``save_on_cpu``. Saved through
     autograd, it is recomputed or brought back like every other activation, and it is an error, not a wrong number, if
     it was overwritten in between.
+
+    Attributes:
+        stays: whether it is the forward pass's own tensor that comes back, neither a recomputed nor a restored one.
     """
 
     def __init__(self, tensor: Tensor) -> None:
+        self.stays = backward_pass_id() == -1 and not _saved_tensors_are_hooked()
         # A product with nothing: it costs no work, and its backward node has to save the tensor.
         self._anchor = _nothing(tensor.ndim, tensor.dtype, tensor.device) * tensor.detach()
 
@@ -80,6 +84,10 @@ class Kept:
         tensor = self._anchor.grad_fn._saved_other  # type: ignore[union-attr]
         assert isinstance(tensor, Tensor)
         return tensor
+
+
+def _saved_tensors_are_hooked() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 @lru_cache(maxsize=64)

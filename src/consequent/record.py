@@ -42,6 +42,7 @@ class Use:
     kept_inputs: Kept | None  # None where the weight is not trained, and once nothing more needs them
     inputs: Tensor | None = None
     inputs_version: int = -1  # when the backward pass was there
+    inputs_stayed: bool = False  # since the forward pass, neither recomputed nor brought back
     output_grad: Tensor | None = None
 
     @property
@@ -194,6 +195,7 @@ class Record:
         if use.kept_inputs is not None:
             use.inputs = use.kept_inputs.get()
             use.inputs_version = use.inputs._version
+            use.inputs_stayed = use.kept_inputs.stays
             if not graph_is_retained():
                 use.kept_inputs = None
         use.output_grad = output_grad
