@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from consequent import kernels
+from consequent.inverse_factor import InverseFactor, inverse_factor
 from consequent.moments import second_moments
 from consequent.precision import in_full_precision
-from consequent.record import Factor, Record
-from consequent.ridge import add_to_diagonal, cholesky
+from consequent.record import Record
 from consequent.settings import Damping
 
 MOST_TOGETHER = 8  # layers in a group
-MOST_WAITING = 2**24  # bytes of inputs in a group: their memory is needed until their moments are there
+MOST_MEMORY = 2**25  # bytes that a group holds on to, about: its inputs, moments and factors
 
 
 @dataclass
@@ -36,7 +36,7 @@ class _Group:
 
     @property
     def is_full(self) -> bool:
-        return len(self.records) >= MOST_TOGETHER or self.bytes >= MOST_WAITING
+        return len(self.records) >= MOST_TOGETHER or self.bytes >= MOST_MEMORY
 
 
 class Ahead:
@@ -71,7 +71,7 @@ class Ahead:
         if group is None:
             group = self._groups[device] = _Group(kind, damping)
         group.records.append(record)
-        group.bytes += inputs.nbytes
+        group.bytes += inputs.nbytes + 32 * record.columns**2
         if device not in self._busy:
             self._busy[device] = torch.cuda.current_stream(device).record_event()
         # The inputs wait since the forward pass, unless they were recomputed or brought back now. So a CUDA graph, in
@@ -94,14 +94,15 @@ class Ahead:
             moments = second_moments(uses[0].layer, inputs, ones=uses[0].bias is not None)
         for tensor in inputs:
             tensor.record_stream(summing)  # its memory is not used again before that is over
-        factors: list[Factor] | list[None] = [None] * len(uses)
+        factors: InverseFactor | None = None
         if all(record.usual_uses == 1 for record in group.records):
             factorising.wait_stream(summing)
             with torch.cuda.stream(factorising):
-                factors = _factorise(moments, group.damping, group.records[0].rows)
+                level = group.damping.absolute_for(moments, group.records[0].rows)
+                factors = inverse_factor(moments, level)
             moments.record_stream(factorising)
-        for record, moment, factor in zip(group.records, moments, factors, strict=True):
-            record.reduce_to(moment, factor)
+        for place, (record, moment) in enumerate(zip(group.records, moments, strict=True)):
+            record.reduce_to(moment, None if factors is None else (group.damping, factors.of(place)))
 
     def join(self) -> None:
         """Let the current streams wait for all that was added; the host does not wait."""
@@ -136,22 +137,3 @@ def _kind_of(record: Record) -> Hashable:
         return has_bias
     geometry = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode)
     return (has_bias, geometry)
-
-
-def _factorise(moments: Tensor, damping: Damping, rows: int) -> list[Factor]:
-    """The factors of moments ``[layers, groups, D, D]``."""
-    from consequent.kernels.factor import LARGEST, inverse_factor
-
-    if moments.dtype == torch.float32 and 0 < moments.shape[-1] <= LARGEST:
-        inverses, statuses = inverse_factor(
-            moments.flatten(0, 1), damping.value, rows=rows if damping.relative else None
-        )
-        shape = moments.shape[:2]
-        pairs = zip(inverses.unflatten(0, shape), statuses.unflatten(0, shape), strict=True)
-        return [Factor(damping, inverse, status) for inverse, status in pairs]
-    factors = []
-    for moment in moments:
-        level = damping.absolute(moment.diagonal(dim1=-2, dim2=-1).sum(-1), rows)
-        lower, info = cholesky(add_to_diagonal(moment, level))
-        factors.append(Factor(damping, lower=lower, info=info))
-    return factors

@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # imported where they are needed: Triton is not everywhere
     from consequent.kernels.features import FeatureLayer
 
 
+MOST_MULTIPLICATIONS = 2**28  # of a layer and a product: larger ones gain nothing from going together
+
+
 class FusedStep:
     """The records that the kernels correct together, all on one device."""
 
@@ -44,22 +47,16 @@ class FusedStep:
         grads = _grads_of_one_layer(record)
         if grads is None or damping.value == 0 or record.weight.device != self.device:
             return False
-        factor = record.factor
-        if factor is not None and factor.damping == damping and factor.inverse is not None and not record.uses:
-            self._take_features(record, *grads, scale)
-        elif record.moment is not None or not self._take_dense(record, *grads, damping, scale):
+        if record.moment is None:
+            return self._take_dense(record, *grads, damping, scale)
+        factor = record.factor_for(damping)
+        if factor is None or record.uses or len(grads[0]) * record.columns**2 > MOST_MULTIPLICATIONS:
             return False
-        return True
-
-    def _take_features(self, record: Record, weight_grad: Tensor, bias_grad: Tensor | None, scale: float) -> None:
         from consequent.kernels.features import FeatureLayer
 
-        factor = record.factor
-        assert factor is not None
-        assert factor.inverse is not None
-        assert factor.status is not None
-        self._features.append(FeatureLayer(weight_grad, bias_grad, factor.inverse[0], factor.status[0], scale))
+        self._features.append(FeatureLayer(*grads, factor.inverse[0], factor.status[0], scale))
         self.sides[record] = "features"
+        return True
 
     def _take_dense(
         self, record: Record, weight_grad: Tensor, bias_grad: Tensor | None, damping: Damping, scale: float

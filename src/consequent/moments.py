@@ -19,6 +19,9 @@ COST_OF_COPYING = 64
 # On a GPU, inputs may be rounded to TF32 where the errors of so many rows cancel out (docs/speed.md, precision).
 ROWS_THAT_AVERAGE = 4096
 
+# Features from which on a product of half-precision matrices is fastest as a whole, although half of it is not needed.
+WIDE = 256
+
 # The kernel for several layers sums over images, 32 at a time.
 FEWEST_IMAGES = 16
 
@@ -107,6 +110,9 @@ def _moment_by_kernel(layer: Layer, inputs: Tensor, *, ones: bool) -> Tensor | N
 
     if isinstance(layer, nn.Linear):
         rows = inputs.reshape(-1, inputs.shape[-1])
+        if inputs.dtype != torch.float32 and inputs.shape[-1] >= WIDE:
+            moment = torch.mm(rows.mT, rows, out_dtype=torch.float32)[None]  # exact products, summed in float32
+            return _with_ones(moment, rows.sum(0, keepdim=True, dtype=torch.float32), len(rows)) if ones else moment
         return kernel.row_moment(rows, ones=ones, precision=_precision_for(len(rows)))[None]
     if not isinstance(layer, nn.Conv2d) or layer.groups > 1 or layer.padding_mode != "zeros":
         return None

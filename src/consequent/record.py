@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from consequent import layers
 from consequent.autograd import Kept, answers_at_once, graph_is_retained
 from consequent.grad_mark import GradMark
+from consequent.inverse_factor import InverseFactor
 from consequent.layers import Layer
 from consequent.moments import second_moment
 from consequent.precision import in_full_precision
@@ -62,19 +63,6 @@ class Use:
             )
 
 
-@dataclass
-class Factor:
-    """A second moment ``S + λI = L Lᵀ`` that was factorised ahead: the inverse of L, or L itself where it is large."""
-
-    damping: Damping  # that was in force
-    inverse: Tensor | None = None  # [D, D], lower triangular
-    status: Tensor | None = (
-        None  # [4]: trace of S, λ, whether it could be factorised, smallest pivot over largest entry
-    )
-    lower: Tensor | None = None  # [1, D, D]
-    info: Tensor | None = None  # [1]: not 0 if it could not be factorised
-
-
 @dataclass(eq=False)
 class Record:
     """All uses of one weight that are in its ``.grad`` now.
@@ -90,7 +78,7 @@ class Record:
     uses: list[Use] = field(default_factory=list)
     reduced: list[Use] = field(default_factory=list)
     moment: Tensor | None = None  # [groups, D + biases, D + biases]
-    factor: Factor | None = None  # of the moment, where it was factorised ahead
+    factor: tuple[Damping, InverseFactor] | None = None  # of the moment, where it was factorised ahead with this λ
     usual_uses: int = 0  # how many uses the last step had
     backward_pass: int = -1
     accumulated: list[tuple[Tensor, GradMark]] = field(default_factory=list)  # after the last backward pass
@@ -216,12 +204,18 @@ class Record:
         self.uses = []
         self.factor = None
 
-    def reduce_to(self, moment: Tensor, factor: Factor | None) -> None:
+    def factor_for(self, damping: Damping) -> InverseFactor | None:
+        """That of the moment plus λ, if it was factorised ahead, and with this λ."""
+        if self.factor is None or self.factor[0] != damping:
+            return None
+        return self.factor[1]
+
+    def reduce_to(self, moment: Tensor, factor: tuple[Damping, InverseFactor] | None) -> None:
         """Let this second moment, computed elsewhere, stand for the rows of all uses.
 
         Args:
             moment: ``[groups, D + biases, D + biases]``.
-            factor: of it, if it is known.
+            factor: of it, and λ, if it was factorised.
         """
         for use in self.uses:
             use.inputs = use.output_grad = None

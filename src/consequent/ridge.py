@@ -18,10 +18,7 @@ features (D × D)      ``U (Xᵀ X + λI) = ΔZᵀ X``              more samples
 Everything in this file is a pure function on matrices; layers are brought to this form elsewhere.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,85 +107,38 @@ def _solve_on(side: str, inputs: Tensor, output_grads: Tensor, damping: float) -
     return torch.cholesky_solve(inputs.mT @ output_grads, factor).mT
 
 
-@dataclass
-class Solved:
-    """What :func:`damped_solve_or_fall_back` found. Counts are tensors where asking for them would wait for a GPU."""
+class Solved(NamedTuple):
+    """What :func:`damped_solve_or_fall_back` found."""
 
     solution: Tensor
-    rescued: int | Tensor = 0  # that failed, and were repeated in float64
-    fallen_back: int | Tensor = 0  # that failed there too
+    rescued: int = 0  # that failed, and were repeated in float64
+    fallen_back: int = 0  # that failed there too
 
 
-def damped_solve_or_fall_back(
-    matrix: Tensor,
-    right: Tensor,
-    damping: float | Tensor,
-    *,
-    may_wait: bool,
-    factorised: tuple[Tensor, Tensor] | None = None,
-) -> Solved:
-    """``(matrix + λI)⁻¹ right`` by Cholesky, for use inside a training step: never raises.
+def damped_solve_or_fall_back(matrix: Tensor, right: Tensor, damping: float | Tensor) -> Solved:
+    """``(matrix + λI)⁻¹ right`` by Cholesky, for use inside a training step: never raises, but looks at the outcome.
 
     A matrix that cannot be factorised is repeated in float64 (see :func:`_solve_beyond_rounding`). If that fails as
     well the answer is ``right / (λ + trace)``: the plain gradient, shortened until it cannot overshoot. All eigenvalues
     of ``matrix / (λ + trace)`` are below 1, so such a step moves every output toward its target and not past it, at the
-    learning rates the method uses, where the unscaled plain gradient would diverge.
+    learning rates the method uses, where the unscaled plain gradient would diverge. On a GPU in full flight
+    :mod:`consequent.inverse_factor` does the same, without the retry.
 
     Args:
         matrix: ``[..., m, m]``, symmetric positive semi-definite.
         right: ``[..., m, k]``.
         damping: λ, a number or a tensor that broadcasts with ``[..., 1, 1]``.
-        may_wait: whether the host may look at the outcome. If not (a GPU in full flight), there is no retry in
-            float64 and the choice is made on the device.
-        factorised: what ``torch.linalg.cholesky_ex`` gave for ``matrix + λI``, if it was asked already.
     """
-    factor, info = factorised or cholesky(add_to_diagonal(matrix, damping))
+    factor, info = torch.linalg.cholesky_ex(add_to_diagonal(matrix, damping))
     failed = info > 0
-    with _capturable_solvers(matrix):
-        solution = torch.cholesky_solve(right, factor)
-    if not may_wait:
-        chosen = torch.where(failed[..., None, None], _shortened(matrix, right, damping), solution)
-        return Solved(chosen, fallen_back=failed.sum())
+    solution = torch.cholesky_solve(right, factor)
     if not failed.any():
         return Solved(solution)
     try:
         return Solved(_solve_beyond_rounding(matrix, right, damping), rescued=int(failed.sum()))
     except LinAlgError:
-        chosen = torch.where(failed[..., None, None], _shortened(matrix, right, damping), solution)
-        return Solved(chosen, fallen_back=int(failed.sum()))
-
-
-def solve_with_inverse_factor(inverse: Tensor, status: Tensor, right: Tensor) -> Solved:
-    """``(matrix + λI)⁻¹ right`` with what :mod:`consequent.kernels.factor` made of the matrix; never waits.
-
-    Args:
-        inverse: ``[..., m, m]``, the inverse of the Cholesky factor.
-        status: ``[..., 4]``: trace, λ, 1 if it could be factorised, and a number that is not needed here.
-        right: ``[..., m, k]``.
-    """
-    trace, level, is_good, _ = status[..., None, None].unbind(-3)
-    solution = torch.where(is_good > 0, inverse.mT @ (inverse @ right), right / (trace + level))
-    return Solved(solution, fallen_back=(is_good == 0).sum())
-
-
-def cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The lower factor and, where that failed, what is not 0; never waits for a GPU."""
-    with _capturable_solvers(matrix):
-        factor, info = torch.linalg.cholesky_ex(matrix)
-    return factor, info
-
-
-@contextmanager
-def _capturable_solvers(matrix: Tensor) -> Iterator[None]:
-    """On a GPU, cuSOLVER: for several matrices torch may prefer MAGMA, which waits and cannot be in a CUDA graph."""
-    if not matrix.is_cuda or matrix.shape[:-2].numel() == 1:
-        yield
-        return
-    before = torch.backends.cuda.preferred_linalg_library("cusolver")
-    try:
-        yield
-    finally:
-        torch.backends.cuda.preferred_linalg_library(before)
+        shortened = right / (_trace(matrix) + damping)
+        return Solved(torch.where(failed[..., None, None], shortened, solution), fallen_back=int(failed.sum()))
 
 
 def quick_solve(matrix: Tensor, right: Tensor, damping: float | Tensor) -> Tensor | None:
@@ -246,14 +196,10 @@ def correct_any_gradient(gradient: Tensor, inputs: Tensor, damping: float | Tens
         return corrected.to(gradient.dtype)
     Q, R = torch.linalg.qr(X.mT)
     projected = G @ Q
-    inside = damped_solve_or_fall_back(R @ R.mT, projected.mT, damping, may_wait=True).solution.mT @ Q.mT
+    inside = damped_solve_or_fall_back(R @ R.mT, projected.mT, damping).solution.mT @ Q.mT
     outside = (G - projected @ Q.mT) / damping
     corrected = inside + outside
     return corrected.to(gradient.dtype)
-
-
-def _shortened(matrix: Tensor, right: Tensor, damping: float | Tensor) -> Tensor:
-    return right / (_trace(matrix) + damping)
 
 
 def _trace(matrix: Tensor) -> Tensor:

@@ -44,10 +44,16 @@ class Damping:
         return None
 
     def absolute(self, trace: Tensor, rows: int) -> float | Tensor:
-        """λ for a Gram matrix of the given trace (``[groups]``); of nothing but zeros, any will do, and 1 is safe."""
+        """λ for a Gram matrix of the given trace (``[...]``); of nothing but zeros, any will do, and 1 is safe."""
         if not self.relative or self.value == 0:
             return self.value
-        return torch.where(trace > 0, self.value / max(rows, 1) * trace, 1)[:, None, None]
+        return torch.where(trace > 0, self.value / max(rows, 1) * trace, 1)[..., None, None]
+
+    def absolute_for(self, matrix: Tensor, rows: int) -> float | Tensor:
+        """The same for a Gram matrix (``[..., n, n]``), whose trace is asked for only if that matters."""
+        if not self.relative:
+            return self.value
+        return self.absolute(matrix.diagonal(dim1=-2, dim2=-1).sum(-1), rows)
 
     def __str__(self) -> str:
         return f"{'relative_' if self.relative else ''}damping={self.value:g}"

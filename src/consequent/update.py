@@ -9,8 +9,9 @@ from torch import Tensor
 from consequent import layers
 from consequent.explained import factor_of_gradient, factor_on_device, is_explained
 from consequent.input_matrix import InputMatrix, columns_with_gradient, gradient_matrix, split, trained
+from consequent.inverse_factor import inverse_factor
 from consequent.record import Record
-from consequent.ridge import correct_any_gradient, damped_solve_or_fall_back, quick_solve, solve_with_inverse_factor
+from consequent.ridge import correct_any_gradient, damped_solve_or_fall_back, quick_solve
 from consequent.settings import Damping
 
 
@@ -91,26 +92,13 @@ def _on_feature_side(record: Record, damping: Damping, *, may_wait: bool) -> Upd
         if solution is not None:
             return Update(record, "features", math.isfinite(solution.sum().item()), solution.mT, edited=edited)
         moment.diagonal(dim1=-2, dim2=-1).sub_(level[..., 0] if isinstance(level, Tensor) else level)
-    factor = record.factor if len(columns) == record.columns else None  # otherwise it is of another matrix
-    if factor is not None and factor.damping != damping:
-        factor = None
-    if factor is not None and factor.inverse is not None and factor.status is not None and not may_wait:
-        solved = solve_with_inverse_factor(factor.inverse, factor.status, gradient.mT)
-    else:
-        factorised = None
-        if factor is not None and factor.lower is not None and factor.info is not None:
-            factorised = factor.lower, factor.info
-        solved = damped_solve_or_fall_back(moment, gradient.mT, level, may_wait=may_wait, factorised=factorised)
-    finite = finite & solved.solution.sum().isfinite()
-    return Update(
-        record,
-        "features",
-        finite,
-        solved.solution.mT,
-        rescued=solved.rescued,
-        fallen_back=solved.fallen_back,
-        edited=edited,
-    )
+        solution, rescued, fallen_back = damped_solve_or_fall_back(moment, gradient.mT, level)
+        finite = finite & solution.sum().isfinite()
+        return Update(record, "features", finite, solution.mT, rescued=rescued, fallen_back=fallen_back, edited=edited)
+    factor = record.factor_for(damping) if len(columns) == record.columns else None  # otherwise of another matrix
+    solution, failures = (factor or inverse_factor(moment, level)).solve(gradient.mT)
+    finite = finite & solution.sum().isfinite()
+    return Update(record, "features", finite, solution.mT, fallen_back=failures, edited=edited)
 
 
 def _on_sample_side(record: Record, damping: Damping, *, may_wait: bool) -> Update:
@@ -132,13 +120,12 @@ def _on_sample_side(record: Record, damping: Damping, *, may_wait: bool) -> Upda
         gradient = (torch.linalg.pinv(X) @ dZ).mT * factor if finite else torch.zeros_like(dZ.mT @ X)
         return Update(record, "samples", finite, gradient)
     coefficients = quick_solve(gram, dZ, level)
-    rescued: int | Tensor = 0
-    fallen_back: int | Tensor = 0
+    rescued = fallen_back = 0
     if coefficients is None and trace.isfinite().all():
         rows = rows.double()  # they are still there: in float64 the answer is free of float32's rounding
-        solved = damped_solve_or_fall_back(rows.gram(), rows.output_grads, level, may_wait=True)
-        coefficients, fallen_back = solved.solution, solved.fallen_back
-        rescued = len(gram) - fallen_back if dZ.dtype != torch.float64 else solved.rescued
+        coefficients, rescued, fallen_back = damped_solve_or_fall_back(rows.gram(), rows.output_grads, level)
+        if dZ.dtype != torch.float64:
+            rescued = len(gram) - fallen_back
     if coefficients is None:
         return Update(record, "samples", False)
     if factor != 1.0:
@@ -156,12 +143,12 @@ def _on_sample_side_of_device(rows: InputMatrix, gram: Tensor, trace: Tensor, le
     """
     record, dZ = rows.record, rows.output_grads
     factor, edited, found = factor_on_device(record, rows)
-    solved = damped_solve_or_fall_back(gram, dZ, level, may_wait=False)
-    coefficients = solved.solution * factor
+    solution, failures = inverse_factor(gram, level).solve(dZ)
+    coefficients = solution * factor
     gradient = gradient_matrix(record).to(dZ.dtype)
     chosen = torch.where(edited, gradient / (trace[:, None, None] + level), coefficients.mT @ rows.whole())
     finite = (trace.sum() + coefficients.sum() + found).isfinite()
-    return Update(record, "samples", finite, chosen, fallen_back=solved.fallen_back, edited=edited.long())
+    return Update(record, "samples", finite, chosen, fallen_back=failures, edited=edited.long())
 
 
 def _on(flag: bool | Tensor, like: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import consequent
-from consequent.record import Factor
+from consequent.inverse_factor import InverseFactor
 from consequent.settings import Damping
 
 pytest.importorskip("triton")
@@ -61,7 +61,7 @@ def corrected_together(model, damping, *, change=None, bad=None):
         if record.moment is not None and record.factor is None:
             rows = record.rows if damping.relative else None
             inverse, status = inverse_factor(record.moment, damping.value, rows=rows)
-            record.factor = Factor(damping, inverse, status)
+            record.factor = damping, InverseFactor(inverse, status)
         assert fused.take(record, damping, 8.0)
     assert sorted(fused.sides.values()) == ["features", "samples", "samples", "samples"]
     counts = torch.zeros(2, dtype=torch.int64, device=DEVICE)
@@ -122,7 +122,7 @@ def test_what_kernels_do_not_take():
     conv, first, *_ = sorted(correction._capture.filled_records(), key=lambda record: -record.weight.ndim)
     fused = FusedStep(model[0].weight.device)
     assert not fused.take(first, Damping(0.0), 8.0)  # the pseudo-inverse
-    conv.factor = Factor(Damping(0.3), torch.eye(19, device=DEVICE)[None], torch.ones(1, 4, device=DEVICE))
+    conv.factor = Damping(0.3), InverseFactor(torch.eye(19, device=DEVICE)[None], torch.ones(1, 4, device=DEVICE))
     assert not fused.take(conv, Damping(0.1), 8.0)  # λ was changed since
     first.weight.grad = None
     assert not fused.take(first, Damping(0.1), 8.0)

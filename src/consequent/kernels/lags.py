@@ -111,7 +111,7 @@ def tiling(channels: int) -> Tiling:
         return Tiling(group=4, channels=16, slots=8, depth=32, warps=4, stages=3, programs=1, rows=True)
     if channels <= 32:
         return Tiling(group=2, channels=32, slots=4, depth=32, warps=4, stages=3, programs=3)
-    return Tiling(group=1, channels=64, slots=2, depth=32, warps=4, stages=4, programs=3)
+    return Tiling(group=1, channels=64, slots=2, depth=32, warps=4, stages=4, programs=2)
 
 
 class Cut(NamedTuple):

@@ -1,0 +1,119 @@
+"""``(S + λI)⁻¹`` without waiting for the device: through ``W = L⁻¹`` of ``S + λI = L Lᵀ``.
+
+``(S + λI)⁻¹ B = Wᵀ (W B)`` are two ordinary products, which a GPU does many times faster than triangular solves. Small
+matrices are factorised by a kernel, large ones by blocks:
+
+    ``W = [[W₁₁, 0], [−W₂₂ L₂₁ W₁₁, W₂₂]]``    with ``L₂₁ = S₂₁ W₁₁ᵀ``, and ``W₂₂`` from ``S₂₂ + λI − L₂₁ L₂₁ᵀ``
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from consequent import kernels
+
+_MULTIPLE = 32  # blocks are cut at multiples of this, so that their rows are aligned
+
+
+@dataclass(frozen=True)
+class InverseFactor:
+    """``W`` of one or several matrices, or the news that some could not be factorised."""
+
+    inverse: Tensor  # [..., n, n], lower triangular
+    status: Tensor  # [..., 4]: the trace of S, λ, whether it could be factorised, and what only the kernel knows
+
+    def solve(self, right: Tensor) -> tuple[Tensor, Tensor]:
+        """``(S + λI)⁻¹ right``, or ``right / (trace + λ)`` where there is no factor, and how many have none.
+
+        The latter is the plain gradient, shortened until it cannot overshoot, as in
+        :func:`consequent.ridge.damped_solve_or_fall_back`.
+
+        Args:
+            right: ``[..., n, k]``.
+        """
+        trace, level, is_good, _ = self.status[..., None, None].unbind(-3)
+        solution = torch.where(is_good > 0, self.inverse.mT @ (self.inverse @ right), right / (trace + level))
+        return solution, (is_good == 0).sum()
+
+    def of(self, place: int) -> "InverseFactor":
+        """That of one matrix (or batch of them), out of several."""
+        return InverseFactor(self.inverse[place], self.status[place])
+
+
+def inverse_factor(matrix: Tensor, level: float | Tensor, *, largest_block: int | None = None) -> InverseFactor:
+    """The inverse Cholesky factor of ``matrix + λI``. Never waits for the device, and may be in a CUDA graph.
+
+    Args:
+        matrix: ``[..., n, n]``, symmetric positive semi-definite, float32 or float64.
+        level: λ, a number or a tensor that broadcasts with ``[..., 1, 1]``.
+        largest_block: that is factorised in one go (default: what is fastest on the device).
+    """
+    batch, size = matrix.shape[:-2], matrix.shape[-1]
+    matrices = matrix.reshape(-1, size, size)
+    by_kernel = matrix.dtype == torch.float32 and kernels.run_on(matrix.device) and matrix.numel() > 0
+    if largest_block is None:
+        largest_block = _largest_by_kernel() if by_kernel else size
+    if by_kernel and size <= largest_block and not isinstance(level, Tensor):
+        inverse, status = _by_kernel(matrices, level)
+        return InverseFactor(inverse.view(matrix.shape), status.view(*batch, 4))
+    trace = matrices.diagonal(dim1=-2, dim2=-1).sum(-1)
+    levels = level.expand(*batch, 1, 1).reshape(-1) if isinstance(level, Tensor) else torch.full_like(trace, level)
+    damped = matrices.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(levels[:, None])
+    inverse, is_good = _of_block(damped, largest_block, by_kernel=by_kernel)
+    status = torch.stack([trace, levels, is_good.to(trace.dtype), torch.zeros_like(trace)], dim=-1)
+    return InverseFactor(inverse.view(matrix.shape), status.view(*batch, 4))
+
+
+def _of_block(damped: Tensor, largest: int, *, by_kernel: bool) -> tuple[Tensor, Tensor]:
+    size = damped.shape[-1]
+    if size <= largest:
+        return _in_one_go(damped, by_kernel=by_kernel)
+    half = -(-size // (2 * _MULTIPLE)) * _MULTIPLE if size > _MULTIPLE else size // 2
+    upper, upper_is_good = _of_block(damped[:, :half, :half].contiguous(), largest, by_kernel=by_kernel)
+    beside = damped[:, half:, :half] @ upper.mT
+    rest = torch.baddbmm(damped[:, half:, half:], beside, beside.mT, alpha=-1)
+    lower, lower_is_good = _of_block(rest, largest, by_kernel=by_kernel)
+    inverse = torch.zeros_like(damped)
+    inverse[:, :half, :half] = upper
+    inverse[:, half:, half:] = lower
+    torch.baddbmm(inverse[:, half:, :half], lower, beside @ upper, beta=0, alpha=-1, out=inverse[:, half:, :half])
+    return inverse, upper_is_good & lower_is_good
+
+
+def _in_one_go(damped: Tensor, *, by_kernel: bool) -> tuple[Tensor, Tensor]:
+    if by_kernel:
+        inverse, status = _by_kernel(damped, 0.0)
+        return inverse, status[:, 2] > 0
+    with _capturable_solvers(damped):
+        factor, info = torch.linalg.cholesky_ex(damped)
+    identity = torch.eye(damped.shape[-1], dtype=damped.dtype, device=damped.device)
+    return torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False), info == 0
+
+
+def _by_kernel(matrices: Tensor, level: float) -> tuple[Tensor, Tensor]:
+    from consequent.kernels.factor import inverse_factor as factorise
+
+    return factorise(matrices, level)
+
+
+def _largest_by_kernel() -> int:
+    from consequent.kernels.factor import LARGEST
+
+    return LARGEST
+
+
+@contextmanager
+def _capturable_solvers(matrix: Tensor) -> Iterator[None]:
+    """On a GPU, cuSOLVER: for several matrices torch may prefer MAGMA, which waits and cannot be in a CUDA graph."""
+    if not matrix.is_cuda or len(matrix) == 1:
+        yield
+        return
+    before = torch.backends.cuda.preferred_linalg_library("cusolver")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_linalg_library(before)
