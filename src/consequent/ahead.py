@@ -21,7 +21,7 @@ from consequent.record import Record
 from consequent.settings import Damping
 
 MOST_TOGETHER = 8  # layers in a group
-MOST_MEMORY = 2**24  # bytes that a group holds on to, about: its inputs, moments and factors
+MOST_MEMORY = 2**25  # bytes that a group holds on to, about: its inputs, moments and factors
 
 
 @dataclass
@@ -44,7 +44,6 @@ class Ahead:
 
     def __init__(self) -> None:
         self._groups: dict[torch.device, _Group] = {}
-        self._started = 0  # groups so far
         self._busy: dict[torch.device, torch.cuda.Event] = {}  # devices, and when the forward pass was over there
 
     def takes(self, record: Record) -> bool:
@@ -89,9 +88,7 @@ class Ahead:
         uses = [record.uses[0] for record in group.records]
         inputs = [use.inputs for use in uses if use.inputs is not None]
         assert group.ready is not None
-        summing, *others = _side_streams(device)
-        self._started += 1
-        factorising = others[self._started % len(others)]
+        summing, factorising = _side_streams(device)
         summing.wait_event(group.ready)
         with torch.cuda.stream(summing):
             moments = second_moments(uses[0].layer, inputs, ones=uses[0].bias is not None)
@@ -124,12 +121,13 @@ class Ahead:
 
 
 @lru_cache
-def _side_streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """One for moments and some for factors, which take long and leave most of the device idle.
+def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """One for moments and one for factors, so that the next group's moments need not wait for this one's factors.
 
-    All corrections share them: the programs of a factorisation wait for each other, so only so many may be under way.
+    All corrections share them. Factors are one after the other, as their programs wait for each other: two such
+    launches might each have half of the device.
     """
-    return [torch.cuda.Stream(device) for _ in range(1 + kernels.MOST_FACTORISATIONS)]
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 def _kind_of(record: Record) -> Hashable:

@@ -5,8 +5,6 @@ from importlib.util import find_spec
 
 import torch
 
-MOST_FACTORISATIONS = 4  # at the same time: see :mod:`consequent.kernels.factor`
-
 
 def run_on(device: torch.device) -> bool:
     """Whether there are kernels for this device; otherwise the plain-torch form does the same, more slowly."""

@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from consequent.kernels import MOST_FACTORISATIONS
 from consequent.kernels.launch import launch
 from consequent.kernels.table import device_guard
 
@@ -78,9 +77,7 @@ def plan_team(moment: Tensor) -> Team:
     if tiles == 1 or moment.device.type != "cuda":  # the latter is Triton's interpreter: one program after the other
         return Team(1)
     workers = -(-tiles // 2)  # with as many as tiles it is a fifth faster, and more in the way of everything else
-    # Of each launch under way at most one team is incomplete: there must be place enough to complete one of them.
-    most = torch.cuda.get_device_properties(moment.device).multi_processor_count // MOST_FACTORISATIONS
-    return Team(max(1, min(1 + workers, most)))
+    return Team(min(1 + workers, torch.cuda.get_device_properties(moment.device).multi_processor_count))
 
 
 def factor_by(team: Team, moment: Tensor, damping: float, *, rows: int | None = None) -> tuple[Tensor, Tensor]:
@@ -96,7 +93,6 @@ def factor_by(team: Team, moment: Tensor, damping: float, *, rows: int | None = 
     with device_guard(moment.device):
         # Members wait for each other, so a team has to run at the same time. Programs start in their order and members
         # are neighbours: if not all teams fit on the device at once, the first ones do, and make place for the others.
-        # (Other kernels come to an end whatever happens.)
         launch(
             _factorise,
             (count * team.members,),
