@@ -21,7 +21,7 @@ from consequent.record import Record
 from consequent.settings import Damping
 
 MOST_TOGETHER = 8  # layers in a group
-MOST_MEMORY = 2**25  # bytes that a group holds on to, about: its inputs, moments and factors
+MOST_MEMORY = 11 * 2**20  # bytes that a group holds on to, about: its inputs, moments and factors
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Ahead:
         if group is None:
             group = self._groups[device] = _Group(kind, damping)
         group.records.append(record)
-        group.bytes += inputs.nbytes + 32 * record.columns**2
+        group.bytes += inputs.nbytes + 20 * record.columns**2
         if device not in self._busy:
             self._busy[device] = torch.cuda.current_stream(device).record_event()
         # The inputs wait since the forward pass, unless they were recomputed or brought back now. So a CUDA graph, in
