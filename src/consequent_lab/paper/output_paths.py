@@ -59,13 +59,13 @@ class Walk:
         """How often an output turns back in the first 50 iterations, on average over samples and outputs."""
         steps = self.outputs[:51].diff(dim=0)
         moving = steps[:-1].abs() > 1e-9 * steps.abs().amax()
-        return ((steps[1:] * steps[:-1] < 0) & moving).sum().item() / (SAMPLES * OUTPUTS)
+        return int(((steps[1:] * steps[:-1] < 0) & moving).sum()) / (SAMPLES * OUTPUTS)
 
     @property
     def last_distance(self) -> float:
         """The distance of all outputs from their targets at the end, as a fraction of the first one."""
         distances = (self.outputs - self.targets).flatten(1).norm(dim=1)
-        return (distances[-1] / distances[0]).item()
+        return float(distances[-1] / distances[0])
 
 
 def walk(label: str, rate: float, seed: int = SEED) -> Walk:
@@ -157,8 +157,8 @@ def statements(walks: dict[tuple[str, float], Walk]) -> list[Statement]:
         ),
         Statement(
             "SGD takes an indirect path and oscillates more.",
-            f"At {high:g} the samples leave their straight lines by {middle('SGD', high):.2f} of the length (median), and "
-            f"an output turns back {turned['SGD', high]:.1f} times in 50 iterations; with C-SGD "
+            f"At {high:g} the samples leave their straight lines by {middle('SGD', high):.2f} of the length (median), "
+            f"and an output turns back {turned['SGD', high]:.1f} times in 50 iterations; with C-SGD "
             f"{turned['C-SGD', C_RATES[0]]:.1f} times.",
             all_of([middle("SGD", high) > 0.05, turned["SGD", high] > turned["C-SGD", C_RATES[0]]]),
         ),
@@ -172,10 +172,7 @@ def statements(walks: dict[tuple[str, float], Walk]) -> list[Statement]:
         Statement(
             "The first extension, NLMS for each sample by itself, is unstable on mini-batches: it moves precisely "
             "towards the targets only for orthogonal inputs.",
-            " ".join(
-                f"At {one.rate:g} it {_fate(one)}, with a median detour of {median(one.detours):.2f}."
-                for one in extension
-            ),
+            " ".join(f"At {one.rate:g} it {_fate(one)}." for one in extension),
             all_of([all(median(one.detours) > 0.05 for one in extension), extension[0].last_distance > 1]),
             remark="At rate 1 NLMS would take one sample by itself to its target in one step.",
         ),
@@ -185,9 +182,9 @@ def statements(walks: dict[tuple[str, float], Walk]) -> list[Statement]:
 def _fate(one: Walk) -> str:
     if one.last_distance > 1:
         return (
-            f"diverges (after {len(one.outputs) - 1} iterations {one.last_distance:.1g} times as far off as at first)"
+            f"diverges: {one.last_distance:.1g} times as far off as at first, after {len(one.outputs) - 1} iterations"
         )
-    return f"gets within {one.last_distance:.1g} of the first distance in {len(one.outputs) - 1} iterations"
+    return f"arrives with a median detour of {median(one.detours):.2f}"
 
 
 def _figure(walks: dict[tuple[str, float], Walk]) -> Figure:
