@@ -101,6 +101,12 @@ class RunLine:
             text = _joined(f"{text}, {shown_seconds(outcome['seconds'])} of training", self._training, self._test)
         self._show(iteration, text, total=iteration)
 
+    def put_away(self, text: str) -> None:
+        """Takes the line off the board; the text takes its place among what was printed before."""
+        if self._bars is not None and self._task is not None:
+            self._bars.remove_task(self._task)
+        self._screen.print(f"{self._name}: {text}", markup=False, soft_wrap=True)
+
     def _text(self, iteration: int, now: float) -> str:
         rate = (iteration - self._first) / max(now - self._begun, 1e-9)
         left = shown_seconds((self._total - iteration) / rate) if rate > 0 else "?"

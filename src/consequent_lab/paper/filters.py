@@ -63,7 +63,7 @@ def samples(seed: int = 0) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-def finding(runs: Path) -> Finding:
+def finding(*runs: Path) -> Finding:
     """Computes the experiment; needs no runs."""
     inputs, targets = samples()
     streams = {

@@ -86,7 +86,7 @@ def walk(label: str, rate: float) -> Path2D:
     return Path2D(label, rate, points)
 
 
-def finding(runs: Path) -> Finding:
+def finding(*runs: Path) -> Finding:
     """Computes the experiment; needs no runs."""
     paths = {(label, rate): walk(label, rate) for label in LABELS for rate in (HIGH_RATE, LOW_RATE)}
     return Finding(

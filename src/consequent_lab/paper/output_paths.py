@@ -117,7 +117,7 @@ def _first_extension_update(rate: float) -> Update:
     return update
 
 
-def finding(runs: Path) -> Finding:
+def finding(*runs: Path) -> Finding:
     """Computes the experiment; needs no runs."""
     walks = [walk("C-SGD", rate) for rate in C_RATES]
     walks += [walk("SGD", rate) for rate in SGD_RATES]
