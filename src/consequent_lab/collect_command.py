@@ -6,7 +6,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Collect:
-    """Write every finished run of the paper's experiments as one compact file of JSON lines.
+    """Write every run of the paper's experiments as one compact file of JSON lines.
+
+    A run that is not finished is written as far as it got, and says so.
 
     Whatever reads run folders reads these files, too: OUTPUT/<recipe>/<variant>/seed<k>.jsonl.
     """
@@ -26,7 +28,7 @@ class Collect:
 
         if not self.runs.is_dir():
             raise ValueError(f"--runs {self.runs} is no folder")
-        archive = Archive(self.runs)
+        archive = Archive(self.runs, unfinished=True)
         size = count = 0
         for recipe in recipe_names(self.quick):
             for variant in archive.variants(recipe):

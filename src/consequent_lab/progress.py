@@ -105,6 +105,7 @@ class RunLine:
         """Takes the line off the board; the text takes its place among what was printed before."""
         if self._bars is not None and self._task is not None:
             self._bars.remove_task(self._task)
+            self._bars.refresh()
         self._screen.print(f"{self._name}: {text}", markup=False, soft_wrap=True)
 
     def _text(self, iteration: int, now: float) -> str:

@@ -138,6 +138,11 @@ class RunFolder:
         self._metrics_digest.update(data)
         self._metrics_bytes += len(data)
 
+    @property
+    def has_metrics(self) -> bool:
+        """Whether something was read so far."""
+        return self._path("metrics.jsonl").exists() and bool(self.metrics())
+
     def metrics(self) -> list[dict[str, Any]]:
         """Returns the lines so far. An unfinished run's last line may be torn, and is then left out.
 

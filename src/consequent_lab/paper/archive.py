@@ -22,12 +22,13 @@ from consequent_lab.train_config import TrainConfig
 
 DIGITS = 6
 LINES_WITH_NORMS = 20
+UNFINISHED = "unfinished"
 LEFT_OUT = {"lr", "running_loss", "running_accuracy"}
 
 
 @dataclass(frozen=True)
 class KeptRun:
-    """A finished run."""
+    """A run: a finished one, or as far as it got."""
 
     recipe: str
     variant: str
@@ -43,9 +44,14 @@ class KeptRun:
         return f"{self.recipe}/{self.variant}/seed{self.seed}"
 
     @property
+    def is_finished(self) -> bool:
+        """Whether it came to an end, good or bad."""
+        return bool(self.outcome["outcome"] != UNFINISHED)
+
+    @property
     def diverged(self) -> bool:
         """Whether its loss stopped being finite."""
-        return bool(self.outcome["outcome"] != "finished")
+        return bool(self.outcome["outcome"] == "diverged")
 
     def curve(self, reading: str) -> Curve:
         """Returns a reading by iterations."""
@@ -58,29 +64,30 @@ class KeptRun:
 
 
 class Archive:
-    """Finished runs under some folders; of a run that is in several, the first one counts. A run is read once.
+    """Runs under some folders; of a run that is finished in several, the first one counts. A run is read once.
 
     Args:
         roots: folders of run folders, of compact files, or of both; one that is not there is empty.
+        unfinished: count runs that are not finished as well, as far as they got.
     """
 
-    def __init__(self, *roots: Path) -> None:
+    def __init__(self, *roots: Path, unfinished: bool = False) -> None:
         self._roots = roots
+        self._unfinished = unfinished
         self._read: dict[tuple[str, str, int], KeptRun] = {}
 
     def run(self, recipe: str, variant: str, seed: int) -> KeptRun | None:
-        """Returns a finished run, or None if there is none yet."""
+        """Returns a run, or None if there is none yet."""
         key = recipe, variant, seed
         if key not in self._read:
-            for root in self._roots:
-                found = _read(root, *key)
-                if found is not None:
-                    self._read[key] = found
-                    break
+            found = [run for root in self._roots if (run := _read(root, *key, self._unfinished)) is not None]
+            found = [run for run in found if run.is_finished] or found[:1]
+            if found and (found[0].is_finished or self._unfinished):
+                self._read[key] = found[0]
         return self._read.get(key)
 
     def runs(self, recipe: str, variant: str) -> list[KeptRun]:
-        """Returns the finished runs of a variant, by seed."""
+        """Returns the runs of a variant, by seed."""
         return [run for seed in sorted(self._seeds(recipe, variant)) if (run := self.run(recipe, variant, seed))]
 
     def variants(self, recipe: str) -> list[str]:
@@ -95,7 +102,7 @@ class Archive:
         return sorted({path.name for root in self._roots if root.is_dir() for path in root.iterdir() if path.is_dir()})
 
     def all_runs(self) -> Iterator[KeptRun]:
-        """Yields every finished run."""
+        """Yields every run."""
         for recipe in self.recipes():
             for variant in self.variants(recipe):
                 yield from self.runs(recipe, variant)
@@ -106,16 +113,20 @@ class Archive:
         return {int(number) for number in numbers if number.isdigit()}
 
 
-def _read(root: Path, recipe: str, variant: str, seed: int) -> KeptRun | None:
+def _read(root: Path, recipe: str, variant: str, seed: int, unfinished: bool) -> KeptRun | None:
     folder = RunFolder.of(root, recipe, variant, seed)
     outcome = folder.outcome()
-    if outcome is not None:
-        config = folder.config(TrainConfig)
-        lines = list(thinned(folder.metrics()))
-        kept = {key: value for key, value in outcome.items() if key != "metrics"}
-        return KeptRun(recipe, variant, seed, config, folder.environment(), rounded(kept), lines)
     compact = compact_path(root, recipe, variant, seed)
-    return read_compact(compact) if compact.exists() else None
+    if outcome is None and compact.exists():
+        return read_compact(compact)
+    if outcome is None and not (unfinished and folder.has_metrics):
+        return None
+    lines = list(thinned(folder.metrics()))
+    if outcome is None:
+        outcome = {"outcome": UNFINISHED, **{key: lines[-1][key] for key in ("iteration", "seconds")}}
+    kept = {key: value for key, value in outcome.items() if key != "metrics"}
+    config = folder.config(TrainConfig)
+    return KeptRun(recipe, variant, seed, config, folder.environment(), rounded(kept), lines)
 
 
 # ---- compact files -----------------------------------------------------------------------------------------------

@@ -109,20 +109,25 @@ def mean_over_pairs(
     return fmean(value for value in values if value is not None) if values and None not in values else None
 
 
-def spread(values: Sequence[float | None], form: str = ",.0f") -> str:
+def spread(values: Sequence[float | None], form: str = ",.0f", of: str = "seeds") -> str:
     """Returns mean and range as in a sentence.
 
+    Args:
+        values: one for each seed, or pair of seeds; None is one that has none.
+        form: how a number is written.
+        of: what the values are of.
+
     >>> spread([1000, 3000]), spread([5.0]), spread([1.0, None]), spread([])
-    ('2,000 (1,000–3,000; 2 seeds)', '5', 'not in every seed (1 of 2)', 'not measured')
+    ('2,000 (1,000–3,000; 2 seeds)', '5', 'not in all seeds (1 of 2)', 'not measured')
     """
     known = [value for value in values if value is not None]
     if not values:
         return "not measured"
     if len(known) < len(values):
-        return "never" if not known else f"not in every seed ({len(known)} of {len(values)})"
+        return "never" if not known else f"not in all {of} ({len(known)} of {len(values)})"
     if len(known) == 1:
         return format(known[0], form)
-    return f"{fmean(known):{form}} ({min(known):{form}}–{max(known):{form}}; {len(known)} seeds)"
+    return f"{fmean(known):{form}} ({min(known):{form}}–{max(known):{form}}; {len(known)} {of})"
 
 
 # ---- figures and tables of every race ----------------------------------------------------------------------------

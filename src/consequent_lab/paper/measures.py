@@ -110,19 +110,24 @@ def stays_above(curve: Curve, level: float) -> float | None:
 def advantage(curve: Curve, other: Curve) -> float | None:
     """Returns by how many decades a loss is below another one, on average over the stretch that both cover.
 
-    Both are read at the places of the first; between its own readings a curve keeps the last one. Positive is better.
+    Both are compared at the places of the first; between its own readings the other is interpolated, on a logarithmic
+    scale. Positive is better; None: they have no stretch in common.
 
-    >>> advantage([(0, 1.0), (10, 0.01)], [(0, 1.0), (5, 0.1), (20, 0.001)])
+    >>> advantage([(0, 1.0), (10, 0.01)], [(0, 1.0), (20, 0.01)])
     0.5
     """
-    end = min(curve[-1][0], other[-1][0])
     places = [place for place, _ in other]
-    gains = []
-    for place, value in curve:
-        number = bisect_right(places, place)
-        if place <= end and number > 0:
-            gains.append(_log(other[number - 1][1]) - _log(value))
+    logs = [_log(loss) for _, loss in other]
+    gains = [_between(place, places, logs) - _log(value) for place, value in curve if places[0] <= place <= places[-1]]
     return sum(gains) / len(gains) if gains else None
+
+
+def _between(place: float, places: list[float], values: list[float]) -> float:
+    after = bisect_right(places, place)
+    if after == len(places):
+        return values[-1]
+    share = (place - places[after - 1]) / (places[after] - places[after - 1])
+    return values[after - 1] + share * (values[after] - values[after - 1])
 
 
 def distance(curve: Curve, other: Curve) -> float | None:

@@ -33,7 +33,7 @@ Cells = dict[Cell, dict[str, Entry]]  # SGD and C-SGD of each
 
 def finding(*runs: Path) -> Finding:
     """Returns the finding from what is kept."""
-    archive = Archive(*runs)
+    archive = Archive(*runs, unfinished=True)
     kept = race_kept(race, archive)
     cells = cells_of(kept, archive)
     entries = [entry for cell in cells.values() for entry in cell.values()]

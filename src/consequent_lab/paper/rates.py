@@ -93,7 +93,7 @@ def searched(search: Search, recipe: str, variant: str, archive: Archive) -> Sea
         missing = []
         for rung in rungs:
             run = archive.run(f"{recipe}-search", variant_at(variant, rung), search.seed)
-            if run is None:
+            if run is None or not run.is_finished:
                 missing.append(rung)
             else:
                 losses[rung] = score(run)
@@ -124,7 +124,7 @@ def failed(run: KeptRun) -> bool:
     """Returns whether a run diverged or ended no better than by guessing: at 99 % of ln(classes) or above."""
     classes = LAYOUTS[run.config.dataset].classes if run.config.dataset in LAYOUTS else 10
     loss = run.last("epoch_loss")
-    return run.diverged or loss is None or loss >= 0.99 * math.log(classes)
+    return run.diverged or (run.is_finished and (loss is None or loss >= 0.99 * math.log(classes)))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ SHOWN_NORMS = ("C-SGD", "SGD-BN", "SGD")
 
 def finding(*runs: Path) -> Finding:
     """Returns the finding from what is kept."""
-    archive = Archive(*runs)
+    archive = Archive(*runs, unfinished=True)
     kept = race_kept(race, archive)
     entries = {entry.label: entry for entry in entries_of(kept, archive).values()}
     return Finding(

@@ -10,7 +10,7 @@ from consequent_lab.paper.entries import Entry
 from consequent_lab.paper.measures import advantage, crossing, first_above, smoothed, stays_above
 
 ALL_CORRECT = 0.9999  # over an epoch: 5 of 50,000 samples may be wrong, each was seen before its step
-RESEMBLANCE_EPOCHS = 5  # that the losses are smoothed over before they are compared
+SMOOTHED = 5  # epochs, before it is looked where losses cross
 
 
 def reaches(run: KeptRun, level: float = ALL_CORRECT) -> float | None:
@@ -45,12 +45,19 @@ def lowered(entry: Entry, other: Entry, by: str = "iteration", until: float = ma
     return [gain for one, two in product(*cut) if one and two and (gain := advantage(one, two)) is not None]
 
 
-def crossings(entry: Entry, other: Entry) -> list[float | None]:
-    """Returns where the first one's loss gets below the other's for good, for every pair; None: it does not."""
-    return [
-        crossing(smoothed(one, RESEMBLANCE_EPOCHS), smoothed(two, RESEMBLANCE_EPOCHS))
-        for one, two in product(entry.curves("epoch_loss"), other.curves("epoch_loss"))
+def crossings(entry: Entry, other: Entry, beyond: int) -> list[float | None]:
+    """Returns where the first one's loss gets below the other's for good, for every pair of runs; None: it does not.
+
+    Args:
+        entry: whose loss gets below.
+        other: whose it crosses.
+        beyond: leaves out pairs of which one is not longer than this.
+    """
+    longer = [
+        [smoothed(run.curve("epoch_loss"), SMOOTHED) for run in one.runs if run.outcome["iteration"] > beyond]
+        for one in (entry, other)
     ]
+    return [crossing(one, two) for one, two in product(*longer)]
 
 
 def seconds_to(entry: Entry, level: float) -> list[float | None]:

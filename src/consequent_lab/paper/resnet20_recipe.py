@@ -67,6 +67,5 @@ def _config(label: str, iterations: int, quick: bool) -> TrainConfig:
     )
     if not quick:
         return config
-    iterations = iterations // 1000 + 20
-    config = replace(config, dataset="digits", widths=(4, 8), blocks=1)
-    return replace(config, iterations=iterations, log_every=5, checkpoint_every=20)
+    config = replace(config, dataset="digits", widths=(4, 8), blocks=1, batch_size=32)
+    return replace(config, iterations=iterations // 500 + 70, log_every=10, checkpoint_every=40)

@@ -105,6 +105,7 @@ def _all_correct(entries: Entries, label: str, limit: int) -> Statement:
     runs = entries[label].runs
     over_epoch = [reaches(run) for run in runs]
     mini_batches = [stays_at_all(run) for run in runs]
+    long_enough = bool(runs) and all(run.outcome["iteration"] >= limit or run.diverged for run in runs)
     return Statement(
         f"{label} reaches 100 % training accuracy at about {limit:,} iterations.",
         f"{100 * ALL_CORRECT:.2f} % over an epoch at iteration {spread(over_epoch)}; the last mini-batch of every "
@@ -112,10 +113,8 @@ def _all_correct(entries: Entries, label: str, limit: int) -> Statement:
         if runs
         else NOT_MEASURED,
         all_of(
-            [
-                None if not runs else all(place is not None and place <= limit for place in over_epoch),
-                None if not runs else all(place is not None and place <= limit for place in mini_batches),
-            ]
+            all(place is not None and place <= limit for place in places) if long_enough else None
+            for places in (over_epoch, mini_batches)
         ),
         remark="Both readings: over the epoch, and the paper's. Every seed has to be in time.",
     )
@@ -167,26 +166,25 @@ def _forgets_less(entries: Entries) -> Statement:
 
 def _crosses_late(entries: Entries) -> Statement:
     early = lowered(entries["C-SGD"], entries["SGD-BN"], until=CROSSING_AFTER)
-    found = crossings(entries["SGD-BN"], entries["C-SGD"])
-    long_enough = [run for label in ("C-SGD", "SGD-BN") for run in entries[label].runs]
-    enough = bool(long_enough) and all(run.outcome["iteration"] > CROSSING_AFTER for run in long_enough)
+    found = crossings(entries["SGD-BN"], entries["C-SGD"], beyond=CROSSING_AFTER)
     places = [place for place in found if place is not None]
+    text = NOT_MEASURED
+    if early:
+        text = f"Until then C-SGD's loss is {_range(early)} decades below."
+    if found:
+        text += " SGD-BN's gets below it for good "
+        text += f"at iteration {spread(found, of='pairs of seeds')}." if places else "in no pair of seeds."
     return Statement(
         "C-SGD converged faster in the beginning and stayed stable, but SGD with BatchNorm finally crossed its loss "
         f"after {CROSSING_AFTER:,} iterations.",
-        (
-            f"Until then C-SGD's loss is {_range(early)} decades below. SGD-BN's gets below it for good "
-            + (f"at iteration {spread(found)}." if places else "in no pair of seeds.")
-        )
-        if found
-        else NOT_MEASURED,
+        text,
         all_of(
             [
-                None if not early else all(gain > 0 for gain in early),
-                None if not enough else bool(places) and all(p is not None and p >= CROSSING_AFTER for p in found),
+                _all_positive(early),
+                len(places) == len(found) and min(places) >= CROSSING_AFTER if found else None,
             ]
         ),
-        remark="Losses over the epochs, smoothed over five of them; every pair of seeds.",
+        remark="Losses over the epochs, for the crossing smoothed over five of them; every pair of seeds.",
     )
 
 
