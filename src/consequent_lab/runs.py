@@ -12,6 +12,7 @@ what came later, a torn last line included, and writes it again. Files other tha
 predecessors at once, when they are complete and on the disk. Reading needs no torch, except for checkpoints.
 """
 
+import functools
 import hashlib
 import io
 import json
@@ -314,8 +315,13 @@ def environment(device: str) -> dict[str, Any]:
     return {
         **found,
         "device": {"type": device, "name": name, "threads": torch.get_num_threads()},
-        "commit": _commit(Path(__file__).parent),
+        "commit": _own_commit(),
     }
+
+
+@functools.cache  # the process runs the code that it has imported, whatever is committed later
+def _own_commit() -> str | None:
+    return _commit(Path(__file__).parent)
 
 
 def _commit(folder: Path) -> str | None:

@@ -22,7 +22,7 @@ OPTIMUM = (1.0, 1.0)
 HIGH_RATE = 0.48  # SGD is stable below 2 / 2² = 0.5
 LOW_RATE = 0.1
 MOMENTUM = 0.8
-STEPS = 300
+STEPS = 200
 STRAIGHT = 1e-6  # a detour that is rounding, or what is left of the tiny damping
 LABELS = ("C-SGD", "SGD", "SGD with momentum")
 

@@ -26,6 +26,7 @@ CHANGES_LITTLE = 0.1  # decades of loss
 RESEMBLANCE = 0.02  # of accuracy, on average over the epochs
 HIGH_ACCURACY = 0.99  # over an epoch; the times to it are compared
 ABOUT_EQUAL = 1.25  # times as long, or as short
+SIGNIFICANT = 0.05  # of the parameters
 VANISHED = 1_000  # times the norm of another layer's gradient
 
 
@@ -38,6 +39,7 @@ def statements(entries: Entries) -> list[Statement]:
     return [
         _beats_plain(entries),
         _adam_is_never_better(entries),
+        _sgd_is_best(entries),
         _c_adam_changes_little(entries),
         _all_correct(entries, "C-SGD", C_SGD_BY),
         _none_forgotten(entries, "C-SGD", C_SGD_BY),
@@ -48,6 +50,7 @@ def statements(entries: Entries) -> list[Statement]:
         _all_correct(entries, "C-Nesterov", C_NESTEROV_BY),
         _none_forgotten(entries, "C-Nesterov", C_NESTEROV_BY),
         _bn_helps_nesterov(entries),
+        _fewer_parameters(),
         _neither_vanish_nor_explode(entries),
         _conflicts_with_bn(entries),
         _beats_plain_in_time(entries),
@@ -88,6 +91,21 @@ def _adam_is_never_better(entries: Entries) -> Statement:
         _gains(gains, "Decades of loss by which Adam is lower: "),
         all_of(None if not values else fmean(values) <= 0 for values in gains.values()),
         remark="Each at the learning rate that its search found.",
+    )
+
+
+def _sgd_is_best(entries: Entries) -> Statement:
+    families = {"SGD": ("Nesterov", "Adam"), "SGD-BN": ("Nesterov-BN", "Adam-BN")}
+    gains = {
+        f"{sgd} against {other}": lowered(entries[sgd], entries[other])
+        for sgd, others in families.items()
+        for other in others
+    }
+    return Statement(
+        "SGD does better than other optimisers such as Adam and Nesterov.",
+        _gains(gains, "Decades of loss by which SGD is lower: "),
+        all_of(None if not values else fmean(values) > 0 for values in gains.values()),
+        remark="Said in the section on perceptrons, of this experiment. The paper's SGD has momentum here.",
     )
 
 
@@ -215,6 +233,21 @@ def _bn_helps_nesterov(entries: Entries) -> Statement:
         "Applying BatchNorm improved Nesterov's convergence; C-Nesterov maintained its competitiveness with it.",
         _gains(gains, "Decades of loss: "),
         all_of([_all_positive(helped), None if not against else fmean(against) >= 0]),
+    )
+
+
+def _fewer_parameters() -> Statement:
+    from consequent_lab.models import resnet20
+
+    without, with_bn = (
+        sum(parameter.numel() for parameter in resnet20(batch_norm).parameters()) for batch_norm in (False, True)
+    )
+    saved = (with_bn - without) / with_bn
+    return Statement(
+        "Without BatchNorm the network has significantly less learnable parameters.",
+        f"{without:,} instead of {with_bn:,}: {100 * saved:.1f} % less, as its convolutions have biases instead.",
+        all_of([saved >= SIGNIFICANT]),
+        remark=f"Significant: {100 * SIGNIFICANT:g} % or more.",
     )
 
 

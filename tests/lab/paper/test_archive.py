@@ -56,7 +56,7 @@ def test_a_damaged_compact_file_is_named(runs, tmp_path):
     lines = path.read_text().splitlines()
     for text in ("", "{}\n", "\n".join(lines[:-1]), path.read_text()[:-20], "[]"):
         path.write_text(text)
-        with pytest.raises(DamagedFileError, match="seed0.jsonl"):
+        with pytest.raises(DamagedFileError, match=r"seed0\.jsonl"):
             Archive(tmp_path).run(*KEY)
     head = json.loads(lines[0]) | {"seed": 1}
     path.write_text("\n".join([json.dumps(head), *lines[1:]]))

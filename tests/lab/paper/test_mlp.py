@@ -71,7 +71,7 @@ def test_dependence_on_the_inputs():
     near = [2.0, *(1.1 * loss for loss in BETTER[1:])]
     features = {f"{dataset.replace('-', '_')}_features": (far, near) for dataset in DATASETS}
     assert verdict(DEPENDENCE, cells(**features)) == "holds"
-    features = {name: (PLAIN, near) for name in features}
+    features = dict.fromkeys(features, (PLAIN, near))
     assert verdict(DEPENDENCE, cells(**features)) == "does not hold"
 
 

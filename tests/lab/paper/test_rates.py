@@ -1,6 +1,7 @@
 """The search for learning rates is derived from the runs that are kept, and from nothing else."""
 
 import math
+from itertools import pairwise
 
 import pytest
 from synthetic import by_reading, kept
@@ -69,7 +70,7 @@ def test_a_full_run_that_fails_leads_to_the_next_lower_rate():
     assert chosen(search, "race", "c-sgd", Runs(losses)).rung == -6
     choice = chosen(search, "race", "c-sgd", Runs(losses, {-6: [one(0.1), one(math.inf, seed=1)]}))
     assert (choice.rung, choice.abandoned, choice.all_failed) == (-7, (-6,), False)
-    full = dict.fromkeys((-6, -7, -8), [one(math.inf)])
+    full = {rung: [one(math.inf)] for rung in (-6, -7, -8)}
     choice = chosen(search, "race", "c-sgd", Runs(losses, full))
     assert (choice.rung, choice.abandoned, choice.all_failed) == (-6, (-6, -7, -8), True)
 
@@ -82,7 +83,7 @@ def test_a_run_that_only_guesses_has_failed(loss, expected):
 
 def test_the_ladder_has_four_rates_to_a_decade():
     rates = [rate_at(rung) for rung in range(-16, 5)]
-    ratios = [after / before for before, after in zip(rates, rates[1:], strict=False)]
+    ratios = [after / before for before, after in pairwise(rates)]
     assert min(ratios) > 1.65
     assert max(ratios) < 1.9
 
