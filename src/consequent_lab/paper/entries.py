@@ -58,6 +58,11 @@ class Entry:
         return found
 
 
+def small_note(race: Race, name: str) -> str:
+    """Returns what to say first if only the small version of an experiment is kept."""
+    return "" if race.name == name else "Only a small version on the digits was run, to see that everything works. "
+
+
 def race_kept(make: Callable[[bool], Race], archive: Archive) -> Race:
     """Returns the race of which something is kept: the full one, else the small one, else the full one, empty."""
     full, small = make(False), make(True)
@@ -192,6 +197,35 @@ def _search_series(entry: Entry) -> Series:
         "loss": [loss if math.isfinite(loss) else None for _, loss in losses],
     }
     return Series(entry.label, columns, style="line+markers")
+
+
+def rates_table(entries: Iterable[Entry]) -> Table:
+    """Returns the learning rate of every contestant, and how it was found."""
+    rows: list[list[str | Number]] = []
+    for entry in entries:
+        if entry.search.losses:
+            best, choice = entry.search.best, entry.choice
+            rows.append(
+                [
+                    entry.contestant.variant,
+                    None if best is None else rate_at(best),
+                    None if best is None else entry.search.losses[best],
+                    float(len(entry.search.losses)),
+                    "yes" if entry.search.extended else "no",
+                    ", ".join(f"{rate_at(rung):g}" for rung in choice.abandoned) if choice else "",
+                    None if choice is None else choice.rate,
+                ]
+            )
+    columns = [
+        "contestant",
+        "best rate of the search",
+        "its loss there",
+        "rates tried",
+        "grid extended",
+        "abandoned after a full run failed",
+        "rate of the runs",
+    ]
+    return Table("Learning rates", columns, rows)
 
 
 def runs_table(title: str, entries: Iterable[Entry]) -> Table:

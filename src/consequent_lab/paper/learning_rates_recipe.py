@@ -41,11 +41,11 @@ class SearchOnly:
     def __init__(self, race: Race) -> None:
         self._race = race
         self.name = race.name
-        self.variants: tuple[str, ...] = ()  # they belong to the race
+        self.variants = race.variants
 
     def select(self, patterns: tuple[str, ...], seeds: tuple[int, ...]) -> "SearchOnly":
-        """Returns the same: a search has its own seed and is of use only as a whole."""
-        return self
+        """Returns the search of those that match; it has a seed of its own."""
+        return SearchOnly(self._race.select(patterns, ()))
 
     def jobs(self, archive: Archive, steps: tuple[Step, ...]) -> list[Job]:
         """Returns the search runs that are not finished."""

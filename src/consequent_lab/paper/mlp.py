@@ -12,9 +12,11 @@ from consequent_lab.paper.entries import (
     mean_of,
     mean_over_pairs,
     race_kept,
+    rates_table,
     runs_table,
     search_figure,
     seconds_note,
+    small_note,
 )
 from consequent_lab.paper.findings import Axis, Figure, Finding, Panel, Statement
 from consequent_lab.paper.measures import Curve, advantage, roughness, sharp_drop
@@ -41,13 +43,14 @@ def finding(*runs: Path) -> Finding:
     return Finding(
         name=NAME,
         title="Fully connected networks",
-        summary="Eight hidden layers with ReLU, Kaiming's initialisation, mini-batches of 32; SGD against C-SGD on "
+        summary=small_note(kept, NAME)
+        + "Eight hidden layers with ReLU, Kaiming's initialisation, mini-batches of 32; SGD against C-SGD on "
         "three sets, with inputs in [0, 1] (λ = 0.001) and with normalised features (NF, λ = 0.01). The loss is of "
         "the full training set, after every epoch.",
         commands=[f"consequent reproduce {NAME}{' --quick' if kept.name != NAME else ''}"],
         figures=[_figure(panels, entries), search_figure(f"{NAME}-search", kept, panels)],
         statements=statements(cells),
-        tables=[runs_table("Every run", entries)],
+        tables=[rates_table(entries), runs_table("Every run", entries)],
     )
 
 

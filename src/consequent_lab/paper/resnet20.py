@@ -9,12 +9,15 @@ from consequent_lab.paper.entries import (
     Entry,
     entries_of,
     race_kept,
+    rates_table,
     runs_table,
     search_figure,
     seconds_note,
+    small_note,
+    spread,
 )
-from consequent_lab.paper.findings import Axis, Figure, Finding, Panel, Series
-from consequent_lab.paper.resnet20_measures import layer_norms
+from consequent_lab.paper.findings import Axis, Figure, Finding, Number, Panel, Series, Table
+from consequent_lab.paper.resnet20_measures import ALL_CORRECT, forgotten_after, layer_norms, reaches, stays_at_all
 from consequent_lab.paper.resnet20_recipe import NAME, race
 from consequent_lab.paper.resnet20_statements import statements
 
@@ -31,7 +34,8 @@ def finding(*runs: Path) -> Finding:
     return Finding(
         name=NAME,
         title="ResNet-20",
-        summary="CIFAR-10, mini-batches of 128, momentum 0.95, λ = 0.03. Plain optimisers with and without BatchNorm "
+        summary=small_note(kept, NAME)
+        + "CIFAR-10, mini-batches of 128, momentum 0.95, λ = 0.03. Plain optimisers with and without BatchNorm "
         "(inputs in [−1, 1]) against their C- versions without it (inputs in [−½, ½], the last layer's learning rate "
         "× 0.1).",
         commands=[f"consequent reproduce {NAME}{' --quick' if kept.name != NAME else ''}"],
@@ -49,8 +53,41 @@ def finding(*runs: Path) -> Finding:
             ),
         ],
         statements=statements(entries),
-        tables=[runs_table("Every run", entries.values())],
+        tables=[
+            _headlines(entries.values()),
+            rates_table(entries.values()),
+            runs_table("Every run", entries.values()),
+        ],
     )
+
+
+def _headlines(entries: Iterable[Entry]) -> Table:
+    columns = [
+        "contestant",
+        "seeds",
+        f"iteration of {100 * ALL_CORRECT:g} % over an epoch",
+        "last mini-batches at 100 % from iteration",
+        "loss over the last epoch",
+        "test accuracy at the end",
+        "samples forgotten, in all",
+    ]
+    rows: list[list[str | Number]] = []
+    for entry in entries:
+        runs = entry.runs
+        if runs:
+            forgotten = [float(forgotten_after(run, 0)) for run in runs]
+            rows.append(
+                [
+                    entry.label,
+                    float(len(runs)),
+                    spread([reaches(run) for run in runs]),
+                    spread([stays_at_all(run) for run in runs]),
+                    spread([run.last("epoch_loss") for run in runs], ".2g"),
+                    spread([run.last("test_accuracy") for run in runs], ".4f"),
+                    spread(forgotten),
+                ]
+            )
+    return Table("Mean and range over the seeds", columns, rows)
 
 
 def _paper_reading(entries: dict[str, Entry]) -> Figure:

@@ -2,9 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -99,3 +102,42 @@ def test_a_worker_that_is_killed_costs_no_run(tmp_path, monkeypatch, function, f
     summary, _ = scheduled([job("victim")], tmp_path, workers=2)
     assert summary.done == ([] if fails else ["recipe/victim/seed0"])
     assert list(summary.failed) == (["recipe/victim/seed0"] if fails else [])
+
+
+def _alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"  # nobody may reap an orphan
+
+
+SCRIPT = """
+import os, time
+from consequent_lab.pool import Pool
+
+def pid(report):
+    report(os.getpid())
+    time.sleep(60)
+
+if __name__ == "__main__":
+    with Pool(2, lambda number: print(number, flush=True)) as pool:
+        pool.submit(pid)
+        time.sleep(60)
+"""
+
+
+def test_workers_do_not_outlive_a_parent_that_is_killed(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(SCRIPT)
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    worker = int(parent.stdout.readline())
+    assert _alive(worker)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.time() + 20
+    while _alive(worker) and time.time() < deadline:
+        time.sleep(0.1)
+    assert not _alive(worker)
