@@ -101,12 +101,6 @@ class Archive:
         """Returns the recipes that something is kept of."""
         return sorted({path.name for root in self._roots if root.is_dir() for path in root.iterdir() if path.is_dir()})
 
-    def all_runs(self) -> Iterator[KeptRun]:
-        """Yields every run."""
-        for recipe in self.recipes():
-            for variant in self.variants(recipe):
-                yield from self.runs(recipe, variant)
-
     def _seeds(self, recipe: str, variant: str) -> set[int]:
         names = {path.name for root in self._roots for path in (root / recipe / variant).glob("seed*")}
         numbers = {name.removeprefix("seed").removesuffix(".jsonl") for name in names}
