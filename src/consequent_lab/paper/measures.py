@@ -13,7 +13,7 @@ SHARP_DROP = 0.1  # of the first loss
 def detour(path: Sequence[Sequence[float]]) -> float:
     """Returns how far a path leaves the straight line between its ends, as a fraction of that line: 0 is straight.
 
-    >>> detour([(0, 0), (1, 1), (2, 2)]), detour([(0, 0), (1, 1), (2, 0)])
+    >>> detour([(0, 0), (1, 0), (2, 0)]), detour([(0, 0), (1, 1), (2, 0)])
     (0.0, 0.5)
     """
     start, end = path[0], path[-1]
