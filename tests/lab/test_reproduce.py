@@ -72,6 +72,25 @@ def test_every_figure_can_be_drawn(everything):
         assert shown, finding.name
 
 
+WITHOUT = """
+import sys
+for name in ("sklearn", "matplotlib", "plotly", "scipy", "pandas"):
+    sys.modules[name] = None  # an import of it fails
+import consequent_lab.trainer
+from consequent_lab.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_machine_that_only_trains_needs_torch_numpy_rich_and_tyro(tmp_path):
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    output = tmp_path / "results"
+    for command in (["reproduce", "filters", "--runs", runs], ["collect", "--runs", runs, "--output", output]):
+        run = subprocess.run([sys.executable, "-c", WITHOUT, *map(str, command)], capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+
+
 def test_experiments_without_runs_say_so(tmp_path):
     for finding in find(["mlp", "resnet20", "learning-rates"], tmp_path / "nothing"):
         verdicts = [statement.verdict for statement in finding.statements]
