@@ -79,7 +79,7 @@ def entries_of(race: Race, archive: Archive) -> dict[str, Entry]:
 def _entry(race: Race, contestant: Contestant, archive: Archive) -> Entry:
     search, choice = race.searched(contestant, archive), race.chosen(contestant, archive)
     runs = [] if choice is None else archive.runs(race.name, variant_at(contestant.variant, choice.rung))
-    timed = [run for run in archive.runs(f"{race.name}-timing", contestant.variant) if run.is_finished]
+    timed = [run for run in archive.runs(f"{race.name}-timing", contestant.timing_variant) if run.is_finished]
     if not timed:
         return Entry(contestant, search, choice, runs)
     start = timed[0].starts[-1]

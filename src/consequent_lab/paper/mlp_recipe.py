@@ -20,7 +20,12 @@ def race(quick: bool = False) -> Race:
     """Returns the experiment, or a small one on the digits."""
     datasets: tuple[Dataset, ...] = ("digits",) if quick else DATASETS
     contestants = tuple(
-        Contestant(variant_of(dataset, normalisation, label), label, _config(dataset, normalisation, label, quick))
+        Contestant(
+            variant_of(dataset, normalisation, label),
+            label,
+            _config(dataset, normalisation, label, quick),
+            timed_with=variant_of(dataset, NORMALISATIONS[0], label),
+        )
         for dataset in datasets
         for normalisation in NORMALISATIONS
         for label in ("C-SGD", "SGD")

@@ -62,6 +62,12 @@ class Contestant:
     config: TrainConfig  # up to learning rate and seed
     seeds: tuple[int, ...] = (0,)
     headline: bool = False
+    timed_with: str = ""  # another one's variant, if that one's iterations do the same work
+
+    @property
+    def timing_variant(self) -> str:
+        """Under which name its seconds per iteration are kept."""
+        return self.timed_with or self.variant
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ class Race:
                 for number, seed in enumerate(contestant.seeds):
                     config = replace(contestant.config, lr=rate.rate, seed=seed)
                     found.append(Job(self.name, variant, config, (rank, 1, number, place)))
-            if "timing" in steps:
+            if "timing" in steps and contestant.timing_variant == contestant.variant:
                 found.append(self._timing_job(contestant, place))
         return [job for job in found if archive.run(job.recipe, job.variant, job.config.seed) is None]
 

@@ -126,8 +126,8 @@ def _all_correct(entries: Entries, label: str, limit: int) -> Statement:
     long_enough = bool(runs) and all(run.outcome["iteration"] >= limit or run.diverged for run in runs)
     return Statement(
         f"{label} reaches 100 % training accuracy at about {limit:,} iterations.",
-        f"{100 * ALL_CORRECT:.2f} % over an epoch at iteration {spread(over_epoch)}; the last mini-batch of every "
-        f"{runs[0].config.log_every} iterations stays at 100 % from iteration {spread(mini_batches)} on."
+        f"Iteration of {100 * ALL_CORRECT:.2f} % over an epoch: {spread(over_epoch)}; iteration from which the last "
+        f"mini-batch of every {runs[0].config.log_every} stays at 100 %: {spread(mini_batches)}."
         if runs
         else NOT_MEASURED,
         all_of(
@@ -190,8 +190,7 @@ def _crosses_late(entries: Entries) -> Statement:
     if early:
         text = f"Until then C-SGD's loss is {_range(early)} decades below."
     if found:
-        text += " SGD-BN's gets below it for good "
-        text += f"at iteration {spread(found, of='pairs of seeds')}." if places else "in no pair of seeds."
+        text += f" Iteration from which SGD-BN's stays below it: {spread(found, of='pairs of seeds')}."
     return Statement(
         "C-SGD converged faster in the beginning and stayed stable, but SGD with BatchNorm finally crossed its loss "
         f"after {CROSSING_AFTER:,} iterations.",

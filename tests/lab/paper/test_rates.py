@@ -104,3 +104,11 @@ def test_jobs_open_step_by_step():
     assert jobs[0].config.lr == 0.03
     half = Runs(losses, {-6: [one(0.1)]})
     assert [job.name for job in race.jobs(half, ("search", "train"))] == ["race/c-sgd-lr0.03/seed1"]
+
+
+def test_contestants_that_do_the_same_work_are_timed_once():
+    one = Contestant("unit", "C-SGD", TrainConfig())
+    same = Contestant("features", "C-SGD", TrainConfig(normalisation="features"), timed_with="unit")
+    race = Race("race", (one, same), SEARCH, timed_iterations=40)
+    assert [job.name for job in race.jobs(Runs({}), ("timing",))] == ["race-timing/unit/seed100"]
+    assert same.timing_variant == "unit"
