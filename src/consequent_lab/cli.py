@@ -22,11 +22,20 @@ class Command(Protocol):
 def commands() -> dict[str, Callable[..., Command]]:
     """Returns the commands by name."""
     from consequent_lab.bench import Bench
+    from consequent_lab.collect_command import Collect
     from consequent_lab.data_command import Data
     from consequent_lab.demo import Demo
+    from consequent_lab.reproduce_command import Reproduce
     from consequent_lab.train_command import Train
 
-    return {"demo": Demo, "bench": Bench, "data": Data, "train": Train}
+    return {
+        "demo": Demo,
+        "bench": Bench,
+        "data": Data,
+        "train": Train,
+        "reproduce": Reproduce,
+        "collect": Collect,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """What the demo shows: progress while it runs, a table at the end."""
 
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -9,8 +9,9 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 
-from consequent_lab.race import Progress
-from consequent_lab.summary import Summary
+if TYPE_CHECKING:  # Every command has a console; only the demo needs scikit-learn, which a race imports.
+    from consequent_lab.race import Progress
+    from consequent_lab.summary import Summary
 
 COLOURS = {"SGD": "blue", "Nesterov": "dark_orange", "Adam": "green"}
 
@@ -55,7 +56,7 @@ class ProgressDisplay:
         if self._bars:
             self._bars.stop()
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: "Progress") -> None:
         """Shows a piece of progress."""
         if self._bars:
             task = self._tasks[progress.contestant]
@@ -65,7 +66,7 @@ class ProgressDisplay:
             self._screen.print(f"{progress.contestant:10} {progress.text}")
 
 
-def results_table(summaries: list[Summary], target_loss: float, seeds: int) -> Table:
+def results_table(summaries: "list[Summary]", target_loss: float, seeds: int) -> Table:
     """Returns the table of the race."""
     spread = f"median (lowest–highest) of {seeds} seeds" if seeds > 1 else "one seed"
     table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=f"{spread}; seconds are processor time of one thread")

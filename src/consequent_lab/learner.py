@@ -21,7 +21,7 @@ from consequent import Consequentialism
 from consequent.counters import Counters
 from consequent_lab.datasets import Dataset, prepared
 from consequent_lab.graphs import GraphedStep
-from consequent_lab.models import mlp, resnet20
+from consequent_lab.models import mlp, residual_net
 from consequent_lab.readings import GradientNorms, Samples, Tally
 from consequent_lab.train_config import TrainConfig
 
@@ -182,28 +182,8 @@ def build_model(config: TrainConfig, shape: tuple[int, ...], classes: int) -> nn
         torch.manual_seed(config.seed)
         if config.model == "mlp":
             return mlp(torch.Size(shape).numel(), config.hidden, classes)
-        model = resnet20(batch_norm=config.model == "resnet20-bn")
-        return _fitted(model, channels=shape[0], classes=classes)
-
-
-def _fitted(model: nn.Sequential, channels: int, classes: int) -> nn.Sequential:
-    """Gives a network for colour images of ten classes another first or last layer where the data need one."""
-    outer = model[0] if isinstance(model[0], nn.Sequential) else model  # with BatchNorm, the stem is a pair
-    stem, head = outer[0], model[-1]
-    assert isinstance(stem, nn.Conv2d)
-    assert isinstance(head, nn.Linear)
-    if stem.in_channels != channels:
-        outer[0] = _initialised(nn.Conv2d(channels, stem.out_channels, 3, 1, 1, bias=stem.bias is not None))
-    if head.out_features != classes:
-        model[-1] = _initialised(nn.Linear(head.in_features, classes))
-    return model
-
-
-def _initialised(layer: nn.Conv2d | nn.Linear) -> nn.Module:
-    nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-    if layer.bias is not None:
-        nn.init.zeros_(layer.bias)
-    return layer
+        batch_norm = config.model == "resnet20-bn"
+        return residual_net(config.widths, config.blocks, batch_norm, channels=shape[0], classes=classes)
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module, *, capturable: bool) -> Optimizer:

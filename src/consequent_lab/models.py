@@ -28,29 +28,35 @@ def mlp(inputs: int, hidden: Sequence[int], outputs: int) -> nn.Sequential:
     return nn.Sequential(*modules[:-1])
 
 
-def resnet20(batch_norm: bool) -> nn.Sequential:
+def resnet20(batch_norm: bool, channels: int = 3, classes: int = 10) -> nn.Sequential:
     """Returns the ResNet-20 for CIFAR of He et al. (2016), shortcuts without parameters (their option A).
 
     Args:
         batch_norm: with BatchNorm after every convolution, or without any; then the convolutions have biases.
+        channels: of the images.
+        classes: how many there are.
     """
-    return residual_net((16, 32, 64), blocks=3, batch_norm=batch_norm)
+    return residual_net((16, 32, 64), blocks=3, batch_norm=batch_norm, channels=channels, classes=classes)
 
 
-def residual_net(widths: Sequence[int], blocks: int, batch_norm: bool = False) -> nn.Sequential:
-    """Returns a residual network for small images with ten classes.
+def residual_net(
+    widths: Sequence[int], blocks: int, batch_norm: bool = False, channels: int = 3, classes: int = 10
+) -> nn.Sequential:
+    """Returns a residual network for small images.
 
     Args:
         widths: channels of each stage; every stage but the first halves the image.
         blocks: of two convolutions, per stage.
         batch_norm: as in :func:`resnet20`.
+        channels: of the images.
+        classes: how many there are.
     """
-    stem = _convolution(3, widths[0], 1, batch_norm)
+    stem = _convolution(channels, widths[0], 1, batch_norm)
     body = [BasicBlock(widths[0], widths[0], 1, batch_norm) for _ in range(blocks)]
     for before, after in pairwise(widths):
         body.append(BasicBlock(before, after, 2, batch_norm))
         body += [BasicBlock(after, after, 1, batch_norm) for _ in range(blocks - 1)]
-    head = _initialised(nn.Linear(widths[-1], 10))
+    head = _initialised(nn.Linear(widths[-1], classes))
     return nn.Sequential(stem, nn.ReLU(), *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
 
 

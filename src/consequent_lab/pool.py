@@ -1,10 +1,11 @@
 """Runs functions side by side in processes of one thread each, and lets them report progress while they run."""
 
+import os
 import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import forkserver, get_all_start_methods, get_context
+from multiprocessing import forkserver, get_all_start_methods, get_context, parent_process
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
@@ -103,9 +104,18 @@ def _start_worker(queue: Any, stop: Any) -> None:
     global _queue, _stop
     _queue, _stop = queue, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then stops its workers.
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     import torch
 
     torch.set_num_threads(1)
+
+
+def _leave_with_parent() -> None:
+    """Ends this process when its parent has ended without a word, killed: nobody would ever stop it."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _call(function: Callable[..., Value], *args: Any, **kwargs: Any) -> Value:

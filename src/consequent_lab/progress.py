@@ -8,6 +8,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
+from rich.table import Column
 
 SECONDS_BETWEEN_LINES = 15.0
 SECONDS_BETWEEN_REFRESHES = 0.25
@@ -32,10 +33,12 @@ class ProgressBoard:
         if screen.is_terminal:
             self._bars = Bars(
                 TextColumn("{task.description}"),
-                BarColumn(bar_width=20),
-                TextColumn("{task.fields[text]}"),
+                BarColumn(bar_width=10),
+                # Where the screen is narrow, the text is cut and not the name.
+                TextColumn("{task.fields[text]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
                 console=screen,
                 refresh_per_second=2,
+                expand=True,
             )
 
     def __enter__(self) -> Self:
@@ -100,6 +103,13 @@ class RunLine:
         else:
             text = _joined(f"{text}, {shown_seconds(outcome['seconds'])} of training", self._training, self._test)
         self._show(iteration, text, total=iteration)
+
+    def put_away(self, text: str) -> None:
+        """Takes the line off the board; the text takes its place among what was printed before."""
+        if self._bars is not None and self._task is not None:
+            self._bars.remove_task(self._task)
+            self._bars.refresh()
+        self._screen.print(f"{self._name}: {text}", markup=False, soft_wrap=True)
 
     def _text(self, iteration: int, now: float) -> str:
         rate = (iteration - self._first) / max(now - self._begun, 1e-9)

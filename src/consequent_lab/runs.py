@@ -12,6 +12,7 @@ what came later, a torn last line included, and writes it again. Files other tha
 predecessors at once, when they are complete and on the disk. Reading needs no torch, except for checkpoints.
 """
 
+import functools
 import hashlib
 import io
 import json
@@ -113,14 +114,7 @@ class RunFolder:
             kind: its dataclass.
         """
         path = self._path("config.json")
-        values = _read_object(path)
-        unknown = sorted(set(values) - {field.name for field in fields(kind)})
-        if unknown:
-            raise ValueError(f"{path}: {', '.join(unknown)} is no option of {kind.__name__}; made by another version?")
-        try:
-            return kind(**{name: _as_tuple(value) for name, value in values.items()})
-        except (TypeError, ValueError) as error:
-            raise DamagedFileError(f"{path} is not a valid config: {error}") from error
+        return config_from(_read_object(path), kind, str(path))
 
     def add_environment(self, start: dict[str, Any]) -> None:
         """Adds an entry to environment.json, the list of the run's starts."""
@@ -145,6 +139,11 @@ class RunFolder:
         self._metrics_digest.update(data)
         self._metrics_bytes += len(data)
 
+    @property
+    def has_metrics(self) -> bool:
+        """Whether something was read so far."""
+        return self._path("metrics.jsonl").exists() and bool(self.metrics())
+
     def metrics(self) -> list[dict[str, Any]]:
         """Returns the lines so far. An unfinished run's last line may be torn, and is then left out.
 
@@ -159,7 +158,7 @@ class RunFolder:
             if len(data) > outcome["metrics"]["bytes"]:
                 raise DamagedFileError(f"{path} is damaged: it has grown since the run was finished")
         *lines, _torn = data.split(b"\n")
-        return [_parsed(line, f"{path}, line {number},") for number, line in enumerate(lines, start=1)]
+        return [parsed(line, f"{path}, line {number},") for number, line in enumerate(lines, start=1)]
 
     def _check_metrics(self, data: bytes, expected: dict[str, Any], when: str) -> None:
         path, length = self._path("metrics.jsonl"), expected["bytes"]
@@ -272,6 +271,34 @@ class RunFolder:
         _sync_folder(self.path)
 
 
+def config_from(values: dict[str, Any], kind: "type[Config]", where: str) -> "Config":
+    """Returns a config from what JSON made of it; options that did not exist when it was written have their defaults.
+
+    Args:
+        values: by option.
+        kind: its dataclass.
+        where: the file that it was read from, for errors.
+    """
+    unknown = sorted(set(values) - {field.name for field in fields(kind)})
+    if unknown:
+        raise ValueError(f"{where}: {', '.join(unknown)} is no option of {kind.__name__}; made by another version?")
+    try:
+        return kind(**{name: _as_tuple(value) for name, value in values.items()})
+    except (TypeError, ValueError) as error:
+        raise DamagedFileError(f"{where} is not a valid config: {error}") from error
+
+
+def parsed(data: bytes, where: str) -> dict[str, Any]:
+    """Returns the JSON object that these bytes are; raises DamagedFileError, naming where they are from."""
+    try:
+        value = json.loads(data)
+    except ValueError as error:  # of the text's encoding, too
+        raise DamagedFileError(f"{where} is damaged: {error}") from error
+    if not isinstance(value, dict):
+        raise DamagedFileError(f"{where} is damaged: not a JSON object")
+    return value
+
+
 def all_runs(runs: Path) -> list[RunFolder]:
     """Returns the runs under a folder, by recipe, variant and seed."""
     folders = {path.parent for path in runs.glob("*/*/seed*/config.json")}
@@ -288,8 +315,13 @@ def environment(device: str) -> dict[str, Any]:
     return {
         **found,
         "device": {"type": device, "name": name, "threads": torch.get_num_threads()},
-        "commit": _commit(Path(__file__).parent),
+        "commit": _own_commit(),
     }
+
+
+@functools.cache  # the process runs the code that it has imported, whatever is committed later
+def _own_commit() -> str | None:
+    return _commit(Path(__file__).parent)
 
 
 def _commit(folder: Path) -> str | None:
@@ -337,17 +369,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    return _parsed(path.read_bytes(), str(path))
-
-
-def _parsed(data: bytes, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(data)
-    except ValueError as error:  # of the text's encoding, too
-        raise DamagedFileError(f"{where} is damaged: {error}") from error
-    if not isinstance(value, dict):
-        raise DamagedFileError(f"{where} is damaged: not a JSON object")
-    return value
+    return parsed(path.read_bytes(), str(path))
 
 
 def _as_tuple(value: Any) -> Any:

@@ -41,7 +41,7 @@ class Train(TrainConfig):
         variant = self.name or variant_of(config)
         folder = RunFolder.of(self.runs, "train", variant, config.seed)
         screen = console()
-        device = _chosen(self.device)
+        device = chosen_device(self.device)
         title = f"{config.optimiser_name}, {config.model}, {config.dataset}, seed {config.seed}"
         with ProgressBoard(screen) as board:
             train(config, folder, device, data=self.data, watcher=board.run(title))
@@ -62,7 +62,8 @@ def variant_of(config: TrainConfig) -> str:
     return f"{config.dataset}-{config.model}-{config.optimiser_name.lower()}-lr{config.lr:g}-{digest}"
 
 
-def _chosen(device: Literal["auto", "cpu", "cuda"]) -> str:
+def chosen_device(device: Literal["auto", "cpu", "cuda"]) -> str:
+    """Returns where to train; raises if it is not there."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 DEFAULT_EPOCHS = 10
@@ -21,6 +22,10 @@ class TrainConfig:
     """A perceptron, or a ResNet-20 without or with BatchNorm."""
     hidden: tuple[int, ...] = (128,) * 8
     """mlp: the width of every hidden layer."""
+    widths: tuple[int, ...] = (16, 32, 64)
+    """resnet20: channels of every stage; every stage but the first halves the image."""
+    blocks: int = 3
+    """resnet20: of two convolutions, in every stage."""
     optimiser: Literal["sgd", "momentum", "nesterov", "adam", "rmsprop"] = "sgd"
     """One of torch's."""
     consequentialist: bool = True
@@ -65,7 +70,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.iterations is not None and self.epochs is not None:
             raise ValueError("give iterations or epochs, not both")
-        counts = ("batch_size", "iterations", "epochs", "log_every", "evaluate_every", "checkpoint_every")
+        counts = ("blocks", "batch_size", "iterations", "epochs", "log_every", "evaluate_every", "checkpoint_every")
         for name in counts:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -79,6 +84,10 @@ class TrainConfig:
             raise ValueError(f"betas must be in [0, 1), got {self.betas}")
         if any(width < 1 for width in self.hidden):
             raise ValueError(f"hidden layers need a width of at least 1, got {self.hidden}")
+        if not self.widths or any(width < 1 for width in self.widths):
+            raise ValueError(f"widths must name at least one stage of 1 channel or more, got {self.widths}")
+        if any(after < before for before, after in pairwise(self.widths)):
+            raise ValueError(f"widths must not shrink: shortcuts pad channels, they drop none; got {self.widths}")
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
 

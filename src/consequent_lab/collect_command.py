@@ -1,0 +1,39 @@
+"""`consequent collect`: the paper's runs as small files that can be kept in a repository."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Collect:
+    """Write every run of the paper's experiments as one compact file of JSON lines.
+
+    A run that is not finished is written as far as it got, and says so.
+
+    Whatever reads run folders reads these files, too: OUTPUT/<recipe>/<variant>/seed<k>.jsonl.
+    """
+
+    runs: Path = Path("runs")
+    """Where run folders are."""
+    output: Path = Path("results/paper")
+    """Where the files go; those of runs that are not in RUNS stay as they are."""
+    quick: bool = False
+    """Those of `consequent reproduce --quick` instead."""
+
+    def run(self) -> None:
+        """Writes the files."""
+        from consequent_lab.display import console
+        from consequent_lab.paper.archive import Archive, write_compact
+        from consequent_lab.paper.experiments import recipe_names
+
+        if not self.runs.is_dir():
+            raise ValueError(f"--runs {self.runs} is no folder")
+        archive = Archive(self.runs, unfinished=True)
+        size = count = 0
+        for recipe in recipe_names(self.quick):
+            for variant in archive.variants(recipe):
+                for run in archive.runs(recipe, variant):
+                    size += write_compact(run, self.output).stat().st_size
+                    count += 1
+        screen = console()
+        screen.print(f"{count} runs, {size / 1e6:.2f} MB: {self.output}", markup=False, soft_wrap=True)

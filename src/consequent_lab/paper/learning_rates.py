@@ -1,0 +1,142 @@
+"""How much tuning a learning rate needs: loss against the rate over four decades, plain and C-."""
+
+import math
+from pathlib import Path
+from statistics import fmean
+
+from consequent_lab.paper.archive import Archive
+from consequent_lab.paper.entries import NOT_MEASURED
+from consequent_lab.paper.findings import Axis, Figure, Finding, Number, Panel, Series, Statement, Table
+from consequent_lab.paper.learning_rates_recipe import NAME, resnet20_race, sweep
+from consequent_lab.paper.rates import rate_at, score, variant_at
+from consequent_lab.paper.recipes import Sweep
+from consequent_lab.paper.verdicts import all_of
+
+GOOD = 1.25  # times the best loss of the same contestant
+Losses = dict[str, dict[int, list[float]]]  # by label and rung: of every seed; infinity if it diverged
+
+
+def finding(*runs: Path) -> Finding:
+    """Returns the finding from what is kept."""
+    archive = Archive(*runs)
+    quick = sweep(True).name in archive.recipes() and sweep(False).name not in archive.recipes()
+    perceptron = sweep_losses(sweep(quick), archive)
+    resnet = search_losses(quick, archive)
+    parts = {"a small perceptron": perceptron, "ResNet-20": resnet}
+    return Finding(
+        name=NAME,
+        title="Learning rates",
+        summary=("Only a small version on the digits was run, to see that everything works. " if quick else "")
+        + "Short runs at learning rates over four decades: a perceptron with four hidden layers of 128 on "
+        "Fashion-MNIST (one epoch, three seeds), and ResNet-20 on CIFAR-10 without BatchNorm (three epochs, one seed: "
+        "the runs of its search). The loss is the mean over the last epoch's mini-batches.",
+        commands=[f"consequent reproduce {NAME}{' --quick' if quick else ''}"],
+        figures=[_figure(parts)],
+        statements=[statement(parts)],
+        tables=[_table(parts)],
+    )
+
+
+def sweep_losses(recipe: Sweep, archive: Archive) -> Losses:
+    """Returns what a sweep found."""
+    return {
+        contestant.label: {
+            rung: [score(run) for run in runs]
+            for rung in recipe.rungs
+            if (runs := archive.runs(recipe.name, variant_at(contestant.variant, rung)))
+        }
+        for contestant in recipe.contestants
+    }
+
+
+def search_losses(quick: bool, archive: Archive) -> Losses:
+    """Returns what the search of ResNet-20 found, on its grid."""
+    race = resnet20_race(quick)
+    return {
+        contestant.label: {
+            rung: [loss] for rung, loss in sorted(race.searched(contestant, archive).losses.items()) if rung % 2 == 0
+        }
+        for contestant in race.contestants
+    }
+
+
+def good_decades(losses: dict[int, list[float]], best: float | None = None) -> float | None:
+    """Returns over how many decades of learning rates the mean loss is at most a quarter above the best one.
+
+    A grid of two rates to a decade: every good rate stands for half a decade.
+
+    Args:
+        losses: by rung, of every seed.
+        best: the loss to compare with; by default the best of these.
+    """
+    means = [mean for values in losses.values() if math.isfinite(mean := fmean(values))]
+    if not means:
+        return None
+    limit = GOOD * (min(means) if best is None else best)
+    return 0.5 * sum(1 for mean in means if mean <= limit)
+
+
+def best_loss(losses: dict[int, list[float]]) -> float | None:
+    """Returns the lowest mean loss of any rate; None if all diverged."""
+    return min((mean for values in losses.values() if math.isfinite(mean := fmean(values))), default=None)
+
+
+def statement(parts: dict[str, Losses]) -> Statement:
+    """Returns the paper's statement on tuning."""
+    checks: list[bool | None] = []
+    shown = []
+    for title, losses in parts.items():
+        for label in [name for name in losses if not name.startswith("C-")]:
+            plain, corrected = losses[label], losses[f"C-{label}"]
+            own, plain_own = good_decades(corrected), good_decades(plain)
+            as_good = good_decades(corrected, best_loss(plain))
+            if own is None or plain_own is None or as_good is None:
+                checks.append(None)
+                continue
+            checks += [own >= plain_own, as_good > plain_own]
+            shown.append(f"{title}, {label} {plain_own:g}, C-{label} {own:g} ({as_good:g} with {label}'s best)")
+    return Statement(
+        "Consequentialism makes the outputs of each layer more predictable: hyper-parameters should be easy to select.",
+        f"Decades of learning rates with a loss at most a quarter above the own best: {'; '.join(shown)}."
+        if shown
+        else NOT_MEASURED,
+        all_of(checks),
+        remark="Two parts for each: at least as many rates are good by the own best loss as for the plain version, and "
+        "more of them reach the plain version's best loss, within a quarter, than its own rates do.",
+    )
+
+
+def _figure(parts: dict[str, Losses]) -> Figure:
+    return Figure(
+        NAME,
+        "Loss against the learning rate",
+        "Means over seeds. A rate without a point diverged with at least one seed.",
+        [
+            Panel(
+                title,
+                [_series(label, by_rung) for label, by_rung in losses.items() if by_rung],
+                [Axis("rate", "learning rate", log=True)],
+                [Axis("loss", "mean training loss over the last epoch", log=True)],
+            )
+            for title, losses in parts.items()
+        ],
+    )
+
+
+def _series(label: str, losses: dict[int, list[float]]) -> Series:
+    columns: dict[str, list[Number]] = {
+        "rate": [rate_at(rung) for rung in losses],
+        "loss": [mean if math.isfinite(mean := fmean(values)) else None for values in losses.values()],
+    }
+    return Series(label, columns, style="line+markers")
+
+
+def _table(parts: dict[str, Losses]) -> Table:
+    rows: list[list[str | Number]] = []
+    for title, losses in parts.items():
+        for label, by_rung in losses.items():
+            finite = {rung: mean for rung, values in by_rung.items() if math.isfinite(mean := fmean(values))}
+            if finite:
+                best = min(finite, key=lambda rung: finite[rung])
+                rows.append([title, label, rate_at(best), finite[best], good_decades(by_rung)])
+    return Table("The best rate of each", ["network", "optimiser", "best rate", "its loss", "good decades"], rows)

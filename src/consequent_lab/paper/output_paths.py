@@ -1,0 +1,239 @@
+"""The paper's second experiment: the outputs of one dense layer on their way to their targets, over a mini-batch.
+
+Beside SGD and C-SGD the paper's first extension, NLMS for each sample by itself, shows what it fails at. Computed in
+float64, a moment's work on any machine.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from consequent import CSGD
+from consequent.paper import first_extension
+from consequent_lab.paper.findings import Axis, Figure, Finding, Number, Panel, Series, Statement, Table
+from consequent_lab.paper.measures import detour
+from consequent_lab.paper.verdicts import all_of
+
+NAME = "output-paths"
+FEATURES, OUTPUTS, SAMPLES = 20, 2, 10
+SHOWN_SAMPLES = (0, 1)
+STEPS = 200
+SEED = 0
+STRAIGHT = 1e-6
+C_RATES = (0.7, 0.1)  # the paper's, and another one
+EXTENSION_RATES = (1.0, 0.7, 0.1)  # at 1, NLMS takes one sample to its target in one step
+SGD_RATES = (0.03, 0.01)  # the paper's; they belong to a loss that sums over the samples
+DIVERGED = 1e6  # times the first distance
+
+Update = Callable[[nn.Linear, Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The outputs of all samples over the iterations."""
+
+    label: str
+    rate: float
+    outputs: Tensor  # [steps + 1, samples, outputs]
+    targets: Tensor
+
+    def path(self, sample: int) -> list[list[float]]:
+        """Returns a sample's way."""
+        points: list[list[float]] = self.outputs[:, sample].tolist()
+        return points
+
+    @property
+    def detours(self) -> list[float]:
+        """How far each sample leaves the straight line to its target."""
+        ends = [[*self.path(sample), self.targets[sample].tolist()] for sample in range(SAMPLES)]
+        return [detour(path) for path in ends]
+
+    @property
+    def reversals(self) -> float:
+        """How often an output turns back in the first 50 iterations, on average over samples and outputs."""
+        steps = self.outputs[:51].diff(dim=0)
+        moving = steps[:-1].abs() > 1e-9 * steps.abs().amax()
+        return int(((steps[1:] * steps[:-1] < 0) & moving).sum()) / (SAMPLES * OUTPUTS)
+
+    @property
+    def last_distance(self) -> float:
+        """The distance of all outputs from their targets at the end, as a fraction of the first one."""
+        distances = (self.outputs - self.targets).flatten(1).norm(dim=1)
+        return float(distances[-1] / distances[0])
+
+
+def walk(label: str, rate: float, seed: int = SEED) -> Walk:
+    """Returns what an optimiser does with the outputs of the layer.
+
+    Args:
+        label: C-SGD, SGD or First extension.
+        rate: its learning rate.
+        seed: of inputs, targets and first weights.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inputs = torch.randn(SAMPLES, FEATURES, dtype=torch.float64)
+        targets = torch.randn(SAMPLES, OUTPUTS, dtype=torch.float64)
+        layer = nn.Linear(FEATURES, OUTPUTS, bias=False, dtype=torch.float64)
+        nn.init.xavier_uniform_(layer.weight)
+    update = _first_extension_update(rate) if label == "First extension" else _torch_update(label, layer, rate)
+    outputs = [layer(inputs).detach()]
+    first = (outputs[0] - targets).norm()
+    for _ in range(STEPS):
+        update(layer, inputs, targets)
+        outputs.append(layer(inputs).detach())
+        if not (outputs[-1] - targets).norm() < DIVERGED * first:
+            break
+    return Walk(label, rate, torch.stack(outputs), targets)
+
+
+def _torch_update(label: str, layer: nn.Linear, rate: float) -> Update:
+    optimizer: Optimizer
+    if label == "C-SGD":
+        optimizer = CSGD(layer, lr=rate, damping=1e-12, loss_reduction="sum")
+    else:
+        optimizer = SGD(layer.parameters(), lr=rate)
+
+    def update(layer: nn.Linear, inputs: Tensor, targets: Tensor) -> None:
+        optimizer.zero_grad()
+        (0.5 * (layer(inputs) - targets).square().sum()).backward()
+        optimizer.step()
+
+    return update
+
+
+def _first_extension_update(rate: float) -> Update:
+    @torch.no_grad()
+    def update(layer: nn.Linear, inputs: Tensor, targets: Tensor) -> None:
+        output_grads = layer(inputs) - targets
+        layer.weight += first_extension(inputs.T, output_grads.T, step_size=rate)
+
+    return update
+
+
+def finding(*runs: Path) -> Finding:
+    """Computes the experiment; needs no runs."""
+    walks = [walk("C-SGD", rate) for rate in C_RATES]
+    walks += [walk("SGD", rate) for rate in SGD_RATES]
+    walks += [walk("First extension", rate) for rate in EXTENSION_RATES]
+    found = {(one.label, one.rate): one for one in walks}
+    return Finding(
+        name=NAME,
+        title="The path of the outputs to their targets",
+        summary=f"One dense layer, {FEATURES} inputs, {OUTPUTS} outputs, a mini-batch of {SAMPLES} normal samples, the "
+        "loss ½Σe². Every sample's output should move to its target; through the shared weights each moves the others.",
+        commands=[f"consequent reproduce {NAME}"],
+        figures=[_figure(found)],
+        statements=statements(found),
+        tables=[_table(walks)],
+    )
+
+
+def statements(walks: dict[tuple[str, float], Walk]) -> list[Statement]:
+    """Returns the paper's statements on these paths."""
+
+    def worst(label: str, rate: float) -> float:
+        return max(walks[label, rate].detours)
+
+    def middle(label: str, rate: float) -> float:
+        return median(walks[label, rate].detours)
+
+    turned = {key: one.reversals for key, one in walks.items()}
+    high, low = SGD_RATES
+    extension = [walks["First extension", rate] for rate in EXTENSION_RATES]
+    return [
+        Statement(
+            "Regardless of the learning rate, the proposed method steers the outputs directly towards the targets.",
+            "Largest distance of any sample from its straight line ÷ the line's length: "
+            + " and ".join(f"{worst('C-SGD', rate):.1g} at {rate:g}" for rate in C_RATES)
+            + ".",
+            all_of(worst("C-SGD", rate) < STRAIGHT for rate in C_RATES),
+        ),
+        Statement(
+            "SGD takes an indirect path and oscillates more.",
+            f"At {high:g} the samples leave their straight lines by {middle('SGD', high):.2f} of the length (median), "
+            f"and an output turns back {turned['SGD', high]:.1f} times in 50 iterations; with C-SGD "
+            f"{turned['C-SGD', C_RATES[0]]:.1f} times.",
+            all_of([middle("SGD", high) > 0.05, turned["SGD", high] > turned["C-SGD", C_RATES[0]]]),
+        ),
+        Statement(
+            "Even decreasing the learning rate does not eliminate SGD's fluctuations: samples affect each other.",
+            f"At {low:g} the samples still leave their straight lines by {middle('SGD', low):.2f} of the length "
+            f"(median), and an output turns back {turned['SGD', low]:.1f} times in 50 iterations.",
+            all_of([middle("SGD", low) > 0.05, turned["SGD", low] > 0]),
+            remark="Turning back is rarer at a small rate, but the paths stay indirect.",
+        ),
+        Statement(
+            "The first extension, NLMS for each sample by itself, is unstable on mini-batches: it moves precisely "
+            "towards the targets only for orthogonal inputs.",
+            " ".join(f"At {one.rate:g} it {_fate(one)}." for one in extension),
+            all_of([all(median(one.detours) > 0.05 for one in extension), extension[0].last_distance > 1]),
+            remark="At rate 1 NLMS would take one sample by itself to its target in one step.",
+        ),
+    ]
+
+
+def _fate(one: Walk) -> str:
+    if one.last_distance > 1:
+        return (
+            f"diverges: {one.last_distance:.1g} times as far off as at first, after {len(one.outputs) - 1} iterations"
+        )
+    return f"arrives with a median detour of {median(one.detours):.2f}"
+
+
+def _figure(walks: dict[tuple[str, float], Walk]) -> Figure:
+    panels = [
+        _panel(f"C-SGD {C_RATES[0]:g}, SGD {rate:g}", [walks["C-SGD", C_RATES[0]], walks["SGD", rate]])
+        for rate in SGD_RATES
+    ]
+    panels.append(
+        _panel(
+            f"C-SGD {C_RATES[0]:g}, first extension {C_RATES[0]:g}",
+            [walks["C-SGD", C_RATES[0]], walks["First extension", C_RATES[0]]],
+        )
+    )
+    return Figure(
+        name=NAME,
+        title="The outputs of two samples on their way to their targets",
+        caption=f"2 of {SAMPLES} samples of {FEATURES} features. From the dots (start) to the crosses (targets).",
+        panels=panels,
+    )
+
+
+def _panel(title: str, walks: list[Walk]) -> Panel:
+    series = []
+    for one in walks:
+        for sample in SHOWN_SAMPLES:
+            points = [point for point in one.path(sample) if math.hypot(*point) < 50]
+            columns: dict[str, list[Number]] = {
+                "first": [point[0] for point in points],
+                "second": [point[1] for point in points],
+                "iteration": [float(step) for step in range(len(points))],
+            }
+            label = f"{one.label}, sample {sample + 1}"
+            series.append(Series(label, columns, group=one.label, style="line+markers"))
+    ends = walks[0]
+    for label, values in (("start", ends.outputs[0]), ("target", ends.targets)):
+        shown = values[list(SHOWN_SAMPLES)]
+        series.append(
+            Series(label, {"first": shown[:, 0].tolist(), "second": shown[:, 1].tolist()}, style="markers")
+        )  # fmt: skip
+    axes = [Axis("first", "first output")], [Axis("second", "second output")]
+    return Panel(title, series, *axes, equal_scales=True)
+
+
+def _table(walks: list[Walk]) -> Table:
+    return Table(
+        f"All {SAMPLES} samples",
+        ["method", "learning rate", "median detour", "largest detour", "reversals in 50 iterations", "distance left"],
+        [
+            [one.label, one.rate, median(one.detours), max(one.detours), one.reversals, one.last_distance]
+            for one in walks
+        ],
+    )

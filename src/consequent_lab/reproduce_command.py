@@ -1,0 +1,151 @@
+"""`consequent reproduce`: the paper's experiments, from the runs to a verdict on each statement."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import tyro
+
+if TYPE_CHECKING:  # The command line reads this file for its options; torch is imported when needed.
+    from rich.console import Console
+
+    from consequent_lab.paper.archive import Archive
+    from consequent_lab.paper.findings import Finding
+    from consequent_lab.paper.recipes import Recipe
+    from consequent_lab.paper.schedule import Summary
+
+Name = Literal["loss-surface", "output-paths", "filters", "mlp", "resnet20", "learning-rates", "all"]
+WORKERS_OF_A_GPU = 4
+
+
+@dataclass(frozen=True)
+class Reproduce:
+    """Run experiments of the paper and say what becomes of its statements.
+
+    Learning rates are searched first, on one grid with one budget for every contestant. Finished runs are skipped;
+    those that were interrupted, in whatever way, go on from their last checkpoint when the same command is given again.
+    """
+
+    names: tyro.conf.Positional[tuple[Name, ...]]
+    """Which experiments; all of them: all."""
+    quick: bool = False
+    """A small version on the digits, which need no download, in minutes on a CPU; in run folders of its own."""
+    data: Path | None = None
+    """The folder of the data sets (default: the environment's CONSEQUENT_DATA, else data)."""
+    runs: Path = Path("runs")
+    """Where run folders are."""
+    known: Path | None = None
+    """A folder of compact results, as `consequent collect` writes: what is finished there is not run again."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes a GPU if there is one."""
+    workers: int | None = None
+    """Runs at a time (default: 4 on a GPU; on a CPU one for each core, with one thread each)."""
+    steps: tuple[Literal["search", "train", "timing"], ...] = ("search", "train", "timing")
+    """Of the experiments that train: the search for learning rates, the runs, the time of an iteration by itself."""
+    seeds: tuple[int, ...] = ()
+    """Instead of the experiments' own seeds."""
+    variants: tuple[str, ...] = ()
+    """Only these contestants, such as c-sgd or 'cifar10-*'."""
+    minutes: float | None = None
+    """Stop after so many; runs that are not finished go on from their last checkpoint the next time."""
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise ValueError("name at least one experiment, or all")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"--workers must be at least 1, got {self.workers}")
+        if self.minutes is not None and not 0 < self.minutes < float("inf"):
+            raise ValueError(f"--minutes must be positive and finite, got {self.minutes}")
+        if any(seed < 0 for seed in self.seeds):
+            raise ValueError(f"--seeds must not be negative, got {self.seeds}")
+        if not self.steps:
+            raise ValueError("--steps: name at least one of search, train and timing")
+        if self.known is not None and not self.known.is_dir():
+            raise ValueError(f"--known {self.known} is no folder")
+
+    def run(self) -> None:
+        """Runs what is missing, shows the verdicts, and raises if a run failed."""
+        begun = time.time()
+        from consequent_lab.display import console
+        from consequent_lab.paper.archive import Archive
+        from consequent_lab.paper.experiments import find
+        from consequent_lab.paper.schedule import Setup, run_jobs
+        from consequent_lab.pool import start_importing
+        from consequent_lab.progress import ProgressBoard
+        from consequent_lab.records import cores
+        from consequent_lab.train_command import chosen_device
+
+        recipes = self._recipes()
+        screen = console()
+        device = chosen_device(self.device)
+        workers = self.workers or (cores() if device == "cpu" else WORKERS_OF_A_GPU)
+        deadline = None if self.minutes is None else begun + 60 * self.minutes
+        setup = Setup(self.runs, device, self.data, workers, deadline)
+        roots = [self.runs, *([self.known] if self.known else [])]
+        archive = Archive(*roots)
+        missing = [job for recipe in recipes for job in recipe.jobs(archive, self.steps)]
+        failures: dict[str, str] = {}
+        if missing:
+            self._check_data({job.config.dataset for job in missing})
+            if workers > 1:
+                start_importing("consequent_lab.trainer")
+            with ProgressBoard(screen) as board:
+                summary = run_jobs(
+                    lambda: [job for recipe in recipes for job in recipe.jobs(archive, self.steps)], setup, board
+                )
+            _report_runs(screen, summary, recipes, archive, self.steps)
+            failures = summary.failed
+        for finding in find(self._names(), *roots):
+            _show(screen, finding)
+        if failures:
+            listed = "\n".join(f"  {name}: {text}" for name, text in failures.items())
+            raise ValueError(f"{len(failures)} run(s) failed:\n{listed}")
+
+    def _names(self) -> list[str]:
+        from consequent_lab.paper.experiments import experiments
+
+        known = experiments()
+        return list(known) if "all" in self.names else [name for name in known if name in self.names]
+
+    def _recipes(self) -> "list[Recipe]":
+        """Returns the recipes of the experiments, cut down as asked."""
+        from consequent_lab.paper.experiments import experiments
+
+        known = experiments()
+        recipes = [recipe for name in self._names() for recipe in known[name].recipes(self.quick)]
+        variants = sorted({variant for recipe in recipes for variant in recipe.variants})
+        for pattern in self.variants:
+            from consequent_lab.paper.recipes import matches
+
+            if not any(matches(variant, (pattern,)) for variant in variants):
+                raise ValueError(f"--variants {pattern} matches none of {', '.join(variants) or 'no variants at all'}")
+        return [recipe.select(self.variants, self.seeds) for recipe in recipes]
+
+    def _check_data(self, names: set[str]) -> None:
+        """Raises before anything is run if a data set is not there."""
+        from consequent_lab.datasets import EMBEDDED, data_folder, layout_of, locate, read
+
+        for name in sorted(names - {EMBEDDED}):
+            folder = data_folder(self.data)
+            if locate(layout_of(name), folder)[1]:
+                read(layout_of(name), folder)  # raises, and says how to get it
+
+
+def _report_runs(
+    screen: "Console", summary: "Summary", recipes: "list[Recipe]", archive: "Archive", steps: tuple[str, ...]
+) -> None:
+    left = [job for recipe in recipes for job in recipe.jobs(archive, steps)]  # type: ignore[arg-type]
+    text = f"{len(summary.done)} runs done"
+    if summary.failed:
+        text += f", {len(summary.failed)} failed"
+    if left:
+        text += f"; at least {len(left)} are left: give the same command again to go on"
+    screen.print(f"{text}.", markup=False)
+
+
+def _show(screen: "Console", finding: "Finding") -> None:
+    screen.print(f"\n[bold]{finding.title}[/bold]")
+    for statement in finding.statements:
+        screen.print(f"  {statement.verdict.upper()}: {statement.paper}", markup=False, soft_wrap=True)
+        screen.print(f"    {statement.measured}", markup=False, soft_wrap=True)

@@ -1,0 +1,37 @@
+"""Runs that were never run: written by hand to see what the verdicts make of them."""
+
+from dataclasses import replace
+
+from consequent_lab.paper.archive import KeptRun
+from consequent_lab.paper.entries import Entry
+from consequent_lab.paper.rates import Chosen, Searched
+from consequent_lab.paper.recipes import Contestant
+from consequent_lab.train_config import TrainConfig
+
+START = {"graph": False, "device": {"name": "CPU"}}
+
+
+def kept(lines, variant="c-sgd", seed=0, outcome="finished", config=None, recipe="recipe"):
+    """A run with these lines; each gets what is missing to be one."""
+    full = [{"iteration": place, "epoch": place / 10, "seconds": place / 100, **line} for place, line in lines]
+    config = replace(config or TrainConfig(), seed=seed)
+    last = lines[-1][0]
+    return KeptRun(
+        recipe, variant, seed, config, [START], {"outcome": outcome, "iteration": last, "seconds": last / 100}, full
+    )
+
+
+def by_reading(every, **readings):
+    """Lines from equally long lists of readings, one every so many iterations, from the first one on."""
+    length = len(next(iter(readings.values())))
+    return [
+        ((place + 1) * every, {name: values[place] for name, values in readings.items() if values[place] is not None})
+        for place in range(length)
+    ]
+
+
+def entry(label, *runs, seconds=None):
+    """A contestant with these runs."""
+    contestant = Contestant(label.lower(), label, TrainConfig())
+    choice = Chosen(-4, ()) if runs else None
+    return Entry(contestant, Searched({-4: 1.0}, ()), choice, list(runs), seconds, "eager, CPU" if seconds else "")

@@ -1,0 +1,59 @@
+"""What is shown of a contestant: seconds from its timing, curves of every seed."""
+
+from dataclasses import replace
+
+import pytest
+from synthetic import by_reading, entry, kept
+
+from consequent_lab.paper.entries import race_kept, search_figure, seconds_note, seconds_of
+from consequent_lab.paper.mlp_recipe import race
+from consequent_lab.paper.rates import Chosen, Searched
+
+
+def test_seconds_are_the_median_of_the_later_iterations():
+    lines = by_reading(10, batch_loss=[1.0] * 10)
+    run = kept(lines)
+    times = [5.0, 5.1, 5.2, 5.3, 9.3, 9.4, 9.5, 9.6, 9.7, 9.8]  # a slow start, a hiccup
+    for line, seconds in zip(run.lines, times, strict=True):
+        line["seconds"] = seconds
+    assert seconds_of(run) == pytest.approx(0.01)
+
+
+def test_seconds_are_those_timed_alone_or_else_the_runs_own():
+    run = kept(by_reading(100, train_loss=[1.0, 0.5]))
+    own, timed = entry("SGD", run), entry("C-SGD", run, seconds=0.5)
+    assert own.curves("train_loss", "seconds") == [[(1.0, 1.0), (2.0, 0.5)]]
+    assert timed.curves("train_loss", "seconds") == [[(50.0, 1.0), (100.0, 0.5)]]
+    assert timed.series(["train_loss"])[0].columns["seconds"] == [50.0, 100.0]
+    assert "the runs' own" in seconds_note([own])
+    assert "eager, CPU" in seconds_note([timed])
+    assert "of SGD the runs' own" in seconds_note([own, timed])
+    assert "own" not in seconds_note([timed])
+
+
+def test_the_search_figure_tells_of_extensions_and_abandoned_rates():
+    plain = entry("SGD")
+    caption = search_figure("search", race(), {"panel": [plain]}).caption
+    assert "extended" not in caption
+    assert "failed" not in caption
+    odd = replace(plain, search=Searched({-4: 1.0, -2: float("inf")}, (), True), choice=Chosen(-5, (-4,)))
+    figure = search_figure("search", race(), {"panel": [odd]})
+    assert "was extended, for sgd" in figure.caption
+    assert "next lower rate was taken: sgd at 0.1" in figure.caption
+    assert figure.panels[0].series[0].columns == {"rate": [0.1, 0.3], "loss": [1.0, None]}
+
+
+class Kept:
+    def __init__(self, *names):
+        self.names = names
+
+    def recipes(self):
+        return list(self.names)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [((), "mlp"), (("mlp-quick",), "mlp-quick"), (("mlp-quick", "mlp-search"), "mlp"), (("mlp", "mlp-quick"), "mlp")],
+)
+def test_the_full_experiment_comes_before_the_small_one(names, expected):
+    assert race_kept(race, Kept(*names)).name == expected

@@ -1,0 +1,105 @@
+"""Verdicts on the perceptrons, from both sides of their thresholds."""
+
+from itertools import product
+
+import pytest
+from synthetic import by_reading, entry, kept
+
+from consequent_lab.paper.mlp import statements
+
+DATASETS = ("cifar10", "cifar100", "fashion-mnist")
+NORMALISATIONS = ("unit", "features")
+PLAIN = [2.0, 1.5, 1.0, 0.7, 0.5, 0.3, 0.15, 0.1]
+BETTER = [2.0, 1.0, 0.5, 0.3, 0.15, 0.1, 0.05, 0.02]
+FROM_THE_BEGINNING, STEADIER, DROP, DEPENDENCE, IN_TIME, SAME_IN_TIME, GAINS_MOST, FASTER, HELPS_NEITHER = range(9)
+
+
+def curve(label, losses, seconds=None, seed=0):
+    return entry(label, kept(by_reading(100, train_loss=losses), seed=seed), seconds=seconds)
+
+
+def cells(sgd=PLAIN, c_sgd=BETTER, seconds=(0.01, 0.01), **others):
+    """All six, alike but for `dataset_normalisation=(SGD's losses, C-SGD's losses)`."""
+    found = {}
+    for dataset, normalisation in product(DATASETS, NORMALISATIONS):
+        plain, better = others.get(f"{dataset.replace('-', '_')}_{normalisation}", (sgd, c_sgd))
+        found[dataset, normalisation] = {
+            "SGD": curve("SGD", plain, seconds[0]),
+            "C-SGD": curve("C-SGD", better, seconds[1]),
+        }
+    return found
+
+
+def verdict(number, some):
+    return statements(some)[number].verdict
+
+
+def test_nothing_is_measured_without_runs():
+    empty = {cell: {label: entry(label) for label in ("SGD", "C-SGD")} for cell in product(DATASETS, NORMALISATIONS)}
+    assert {statement.verdict for statement in statements(empty)} == {"not measured"}
+
+
+def test_from_the_beginning_means_every_one_of_the_first_epochs():
+    assert verdict(FROM_THE_BEGINNING, cells()) == "holds"
+    late = [2.0, 1.6, *BETTER[2:]]
+    assert verdict(FROM_THE_BEGINNING, cells(c_sgd=late)) == "does not hold"
+    assert verdict(FROM_THE_BEGINNING, cells(cifar10_unit=(PLAIN, late))) == "holds in part"
+
+
+def test_what_comes_after_the_first_epochs_does_not_count_there():
+    overtaken = [*BETTER[:6], 1.0, 1.0]
+    assert verdict(FROM_THE_BEGINNING, cells(c_sgd=overtaken)) == "holds"
+
+
+def test_steadier_is_a_smaller_mean_rise():
+    rising = [2.0, 1.5, 1.7, 0.7, 0.9, 0.3, 0.4, 0.1]
+    assert verdict(STEADIER, cells(sgd=rising)) == "holds"
+    assert verdict(STEADIER, cells(c_sgd=rising)) == "does not hold"
+    assert verdict(STEADIER, cells()) == "does not hold", "two that never rise are equally steady"
+
+
+def test_the_drop_is_a_tenth_of_the_first_loss():
+    assert verdict(DROP, cells()) == "holds"  # 0.2 is passed by C-SGD after 5 epochs and by SGD after 7
+    assert verdict(DROP, cells(c_sgd=PLAIN, sgd=BETTER)) == "does not hold"
+    never = [2.0, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.21]
+    assert verdict(DROP, cells(sgd=never)) == "holds"
+    assert verdict(DROP, cells(c_sgd=never)) == "does not hold"
+
+
+def test_dependence_on_the_inputs():
+    far = [2.0, *(3 * loss for loss in PLAIN[1:])]
+    near = [2.0, *(1.1 * loss for loss in BETTER[1:])]
+    features = {f"{dataset.replace('-', '_')}_features": (far, near) for dataset in DATASETS}
+    assert verdict(DEPENDENCE, cells(**features)) == "holds"
+    features = dict.fromkeys(features, (PLAIN, near))
+    assert verdict(DEPENDENCE, cells(**features)) == "does not hold"
+
+
+@pytest.mark.parametrize(("slower", "expected"), [(1.0, "holds"), (1.5, "holds"), (4.0, "does not hold")])
+def test_competitive_in_time(slower, expected):
+    assert verdict(IN_TIME, cells(seconds=(0.01, 0.01 * slower))) == expected
+
+
+def test_almost_identical_in_time():
+    close = [2.0, *(loss / 1.2 for loss in PLAIN[1:])]  # 0.08 decades
+    apart = [2.0, *(loss / 1.6 for loss in PLAIN[1:])]  # 0.2 decades
+    same = {"fashion_mnist_unit": (PLAIN, close), "fashion_mnist_features": (PLAIN, close)}
+    assert verdict(SAME_IN_TIME, cells(**same)) == "holds"
+    same["fashion_mnist_features"] = PLAIN, apart
+    assert verdict(SAME_IN_TIME, cells(**same)) == "holds in part"
+
+
+def test_cifar100_gains_most_and_drops_fastest():
+    best = [2.0, 0.5, 0.19, 0.1, 0.05, 0.02, 0.01, 0.005]
+    much = {"cifar100_unit": (PLAIN, best), "cifar100_features": (PLAIN, best)}
+    assert verdict(GAINS_MOST, cells(**much)) == verdict(FASTER, cells(**much)) == "holds"
+    assert verdict(GAINS_MOST, cells()) == verdict(FASTER, cells()) == "does not hold"
+
+
+def test_normalising_helps_neither():
+    assert verdict(HELPS_NEITHER, cells()) == "holds"
+    lower = [2.0, *(loss / 1.3 for loss in PLAIN[1:])]
+    assert verdict(HELPS_NEITHER, cells(cifar100_features=(lower, BETTER))) == "holds in part"
+    assert verdict(HELPS_NEITHER, cells(cifar100_features=(lower, lower[:1] + [v / 2 for v in BETTER[1:]]))) == (
+        "does not hold"
+    )
