@@ -1,0 +1,204 @@
+"""Figures as files, fit for a paper: the same looks as on the page, PNG and SVG, the same bytes every time."""
+
+import math
+import re
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure as Canvas
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from consequent_lab.figures import FAINT, INK
+from consequent_lab.paper.findings import Axis, Contours, Figure, Panel
+from consequent_lab.records import write_atomically
+from consequent_lab.report.looks import DASHES, Look, group_of, looks
+from consequent_lab.report.payload import choices
+from consequent_lab.report.seeds import Curve, curves
+
+MOST_COLUMNS = 3
+POINTS_PER_PIXEL = 0.72  # widths of lines are in pixels on the page and in points here
+SYMBOLS = {"circle": "o", "x": "x", "diamond": "D", "square": "s", "triangle-up": "^"}
+SETTINGS = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # matplotlib brings it along: the same letters everywhere
+    "font.size": 8.5,
+    "svg.hashsalt": "consequent",  # names within an SVG file are random otherwise
+    "axes.unicode_minus": True,
+}
+# Nothing that changes from one day or version to the next.
+METADATA: dict[str, dict[str, Any]] = {
+    "png": {"Software": None},
+    "svg": {"Date": None, "Creator": None},
+}
+
+
+def draw(figure: Figure, folder: Path) -> list[Path]:
+    """Draws a figure once for every choice of axes that it offers.
+
+    Args:
+        figure: as `checked` returns it.
+        folder: where the files go: NAME.png and NAME.svg have the first axes, the others have the columns of theirs in
+            the name, as in NAME-accuracy-seconds.png.
+
+    Returns:
+        The files.
+    """
+    paths = []
+    for x, y in product(_offered(figure, "x"), _offered(figure, "y")):
+        name = "-".join([figure.name, *(_slug(column) for column, first in (y, x) if not first)])
+        with matplotlib.rc_context(SETTINGS):
+            canvas = _drawn(figure, {"x": x[0], "y": y[0]})
+            for kind, metadata in METADATA.items():
+                path = folder / f"{name}.{kind}"
+                _save(canvas, path, kind, metadata)
+                paths.append(path)
+    return paths
+
+
+def _save(canvas: Canvas, path: Path, kind: str, metadata: dict[str, Any]) -> None:
+    def save(file: Any) -> None:
+        canvas.savefig(file, format=kind, dpi=200, metadata=metadata, facecolor="white")
+
+    write_atomically(path, save)
+
+
+def _offered(figure: Figure, direction: str) -> list[tuple[str, bool]]:
+    """Returns the columns to choose from and whether it is the first."""
+    columns = [axis.column for axis in choices(figure.panels, direction)] or [""]
+    return [(column, number == 0) for number, column in enumerate(columns)]
+
+
+def _slug(column: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", column.lower()).strip("-") or "other"
+
+
+def _drawn(figure: Figure, chosen: dict[str, str]) -> Canvas:
+    columns = min(MOST_COLUMNS, len(figure.panels))
+    rows = math.ceil(len(figure.panels) / columns)
+    width, height = {1: (5.6, 3.4), 2: (3.9, 3.1)}.get(columns, (3.0, 2.75))
+    canvas = Canvas(figsize=(width * columns, height * rows + 0.75), layout="constrained")
+    FigureCanvasAgg(canvas)
+    grid = canvas.subplots(rows, columns, squeeze=False).ravel()
+    appearance = looks(figure)
+    for axes, panel in zip(grid, figure.panels, strict=False):
+        shown = {
+            direction: next((axis for axis in offered if axis.column == chosen[direction]), offered[0])
+            for direction, offered in (("x", panel.x), ("y", panel.y))
+        }
+        _draw_panel(axes, panel, shown["x"], shown["y"], appearance)
+    for axes in grid[len(figure.panels) :]:
+        axes.set_visible(False)
+    canvas.suptitle(_text(figure.title), fontsize=11.5, color=INK, fontweight="bold")
+    if appearance:
+        canvas.legend(
+            handles=[_legend_entry(group, look) for group, look in appearance.items()],
+            loc="outside lower center",
+            ncols=min(len(appearance), 2 * columns if columns > 1 else 4),
+            frameon=False,
+            fontsize=8.5,
+            labelcolor=INK,
+            handlelength=3.2,
+        )
+    return canvas
+
+
+def _draw_panel(axes: Axes, panel: Panel, x: Axis, y: Axis, appearance: dict[str, Look]) -> None:
+    axes.set_title(_text(panel.title), fontsize=9.5, color=INK, loc="left")
+    axes.set_xlabel(_text(x.title), color=INK)
+    axes.set_ylabel(_text(y.title), color=INK)
+    axes.tick_params(which="both", colors=INK, labelsize=8, width=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set(color=FAINT, linewidth=0.6)
+    if panel.contours:
+        _draw_contours(axes, panel.contours)
+    else:
+        axes.grid(color="#e4e4e4", linewidth=0.5)
+        axes.set_axisbelow(True)
+    for curve in curves(panel):
+        _draw_curve(axes, curve, x, y, appearance[group_of(curve.series)])
+    for axis, shown in ((axes.xaxis, x), (axes.yaxis, y)):
+        _scale(axis, shown.log)
+    if panel.contours:
+        axes.set_xlim(panel.contours.x[0], panel.contours.x[-1])
+        axes.set_ylim(panel.contours.y[0], panel.contours.y[-1])
+    if panel.equal_scales:
+        axes.set_aspect("equal", adjustable="box" if panel.contours else "datalim")
+
+
+def _draw_curve(axes: Axes, curve: Curve, x: Axis, y: Axis, look: Look) -> None:
+    style, faint = curve.series.style, curve.role == "one of several"
+    with_markers = style == "markers" or (style == "line+markers" and not faint)
+    axes.plot(
+        _numbers(curve.series.columns[x.column]),
+        _numbers(curve.series.columns[y.column]),
+        color=look.colour.light,
+        linewidth=0.6 if faint else POINTS_PER_PIXEL * look.width,
+        linestyle="none" if style == "markers" else "-" if faint else _dashes(look, forced=style == "dashed"),
+        alpha=0.4 if faint else 1.0,
+        marker=SYMBOLS[look.symbol] if with_markers else None,
+        markersize=6 if style == "markers" else 3,
+        markeredgewidth=1.6 if look.symbol == "x" else 0,
+        zorder=4 if look.points_only else 2 if faint else 3,
+    )
+
+
+def _draw_contours(axes: Axes, contours: Contours) -> None:
+    """Draws lines at equal steps of the square root: for a parabola they lie at equal distances."""
+    heights = np.array(contours.heights)
+    roots = np.sqrt(heights - heights.min())
+    levels = np.linspace(0, roots.max(), 17)
+    colours = matplotlib.colors.LinearSegmentedColormap.from_list("valley", ["#dfe5ec", "#ffffff"])
+    axes.contourf(contours.x, contours.y, roots, levels=levels, cmap=colours, zorder=0)
+    axes.contour(contours.x, contours.y, roots, levels=levels, colors="#c4ccd6", linewidths=0.5, zorder=1)
+
+
+def _scale(axis: Any, log: bool) -> None:
+    if not log:
+        axis.set_major_locator(MaxNLocator(6))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}".replace("-", "−")))
+        return
+    axis._set_axes_scale("log", nonpositive="mask")
+    low, high = axis.get_view_interval()
+    decades = math.log10(high / low) if 0 < low < high else 0
+    if decades < 2:  # few powers of ten, or none: other numbers are needed
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axis.set_minor_formatter(NullFormatter())
+
+
+def _dashes(look: Look, *, forced: bool) -> Any:
+    pattern = DASHES["dash" if forced and look.dash == "solid" else look.dash]
+    return (0, pattern) if pattern else "-"
+
+
+def _legend_entry(group: str, look: Look) -> Line2D:
+    return Line2D(
+        [],
+        [],
+        label=_text(group),
+        color=look.colour.light,
+        linewidth=POINTS_PER_PIXEL * look.width,
+        linestyle="none" if look.points_only else _dashes(look, forced=False),
+        marker=SYMBOLS[look.symbol] if look.points_only else None,
+        markersize=6,
+        markeredgewidth=1.6 if look.symbol == "x" else 0,
+    )
+
+
+def _numbers(values: list[float | None]) -> np.ndarray:
+    return np.array([math.nan if value is None else value for value in values])
+
+
+def _text(text: str) -> str:
+    """Returns text that matplotlib takes as it is: between dollars it would read mathematics.
+
+    >>> _text("5 $ and 6 $")
+    '5 \\\\$ and 6 \\\\$'
+    """
+    return text.replace("$", r"\$")

@@ -1,0 +1,38 @@
+"""`consequent report`: what the experiments found, as one page and as static figures."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Report:
+    """Make a page of the paper's experiments from their runs: figures, statements, verdicts, tables.
+
+    The page is one file that opens from disk and loads nothing. Runs may come from another machine.
+    """
+
+    runs: Path = Path("runs")
+    """Where the run folders of `consequent reproduce` are."""
+    output: Path = Path("report.html")
+    """The page."""
+    figures: Path = Path("figures")
+    """Where the figures go as PNG and SVG."""
+
+    def __post_init__(self) -> None:
+        if self.output.suffix not in (".html", ".htm"):
+            raise ValueError(f"--output must end in .html, got {self.output}")
+        if self.figures.exists() and not self.figures.is_dir():
+            raise ValueError(f"--figures must be a folder, and {self.figures} is a file")
+
+    def run(self) -> None:
+        """Writes the page and the figures."""
+        from consequent_lab.display import console
+        from consequent_lab.paper.experiments import EXPERIMENTS, find
+        from consequent_lab.report.write import write_report
+
+        if not self.runs.is_dir():
+            raise ValueError(f"--runs {self.runs}: no such folder; make the runs with `consequent reproduce all`")
+        written = write_report(find(list(EXPERIMENTS), self.runs), self.output, self.figures)
+        screen = console()
+        screen.print(f"Page: {self.output} ({self.output.stat().st_size / 1e6:.1f} MB)", markup=False, soft_wrap=True)
+        screen.print(f"Figures: {len(written)} files in {self.figures}", markup=False, soft_wrap=True)
