@@ -24,9 +24,10 @@ def commands() -> dict[str, Callable[..., Command]]:
     from consequent_lab.bench import Bench
     from consequent_lab.data_command import Data
     from consequent_lab.demo import Demo
+    from consequent_lab.report_command import Report
     from consequent_lab.train_command import Train
 
-    return {"demo": Demo, "bench": Bench, "data": Data, "train": Train}
+    return {"demo": Demo, "bench": Bench, "data": Data, "train": Train, "report": Report}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

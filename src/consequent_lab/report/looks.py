@@ -105,14 +105,17 @@ def group_of(series: Series) -> str:
 
 
 def looks(figure: Figure) -> dict[str, Look]:
-    """Returns the look of every group of a figure, in the order of their appearance."""
+    """Returns the look of every group of a figure, in the order of a legend: those of one base side by side."""
     styles: dict[str, set[str]] = {}
     for panel in figure.panels:
         for series in panel.series:
             styles.setdefault(group_of(series), set()).add(series.style)
     points = [group for group, used in styles.items() if used == {"markers"}]
     symbols = dict(zip(points, cycle(get_args(Symbol)), strict=False))
-    contestants = {group: Contestant.named(group) for group in styles}
+    named = {group: Contestant.named(group) for group in styles}
+    bases = [contestant.base for contestant in named.values()]
+    order_of_legend = sorted(named, key=lambda group: (group in points, bases.index(named[group].base)))
+    contestants = {group: named[group] for group in order_of_legend}
     hues = _hues({contestant.base: group in points for group, contestant in contestants.items()})
     compares = any(contestant.consequentialist for contestant in contestants.values())
     taken: set[tuple[str, Dash]] = set()
@@ -127,7 +130,7 @@ def looks(figure: Figure) -> dict[str, Look]:
         result[group] = Look(
             hue.strong if strong else hue.soft,
             dash,
-            2.4 if strong else 1.9,
+            2.4 if strong else 2.2 if dash == "dot" else 1.9,  # dots look thinner than they are
             symbols.get(group, "circle"),
             group in points,
         )

@@ -3,11 +3,11 @@
 // The figures are drawn from the data in the page. A figure has one state: the chosen columns, the scales and the
 // hidden groups. Whatever changes it has all panels drawn again.
 
+const root = document.documentElement;
 const INTERFACE_FONT = getComputedStyle(root).getPropertyValue("--interface");
 const DASHES_OF_STYLE = { dashed: "dash" };
 const coarsePointer = matchMedia("(pointer: coarse)");
 const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
-const root = document.documentElement;
 
 // ---- theme ------------------------------------------------------------------------------------------------------
 
@@ -45,9 +45,9 @@ systemIsDark.addEventListener("change", () => setTheme(null));
 
 // ---- figures ----------------------------------------------------------------------------------------------------
 
-// Plotly reads some HTML in its texts, and fields in its templates; names are text and nothing else.
+// Plotly reads some HTML in its texts, fields in its templates and formulas between dollars; names are text alone.
 function asText(text) {
-  return text.replace(/[&<>%]/g, (character) => `&#${character.charCodeAt(0)};`);
+  return text.replace(/[&<>%$]/g, (character) => `&#${character.charCodeAt(0)};`);
 }
 
 class Figure {
@@ -119,7 +119,10 @@ class Figure {
       const { direction, column } = button.dataset;
       press(button, this.data.panels.some((panel) => this.axisOf(panel, direction).column === column));
     }
-    for (const button of this.element.querySelectorAll("[data-log]")) press(button, this.isLog(button.dataset.log));
+    for (const button of this.element.querySelectorAll("[data-log]")) {
+      press(button, this.isLog(button.dataset.log));
+      button.disabled = !this.axesShown(button.dataset.log).every((axis) => axis.hasLog);
+    }
     for (const button of this.element.querySelectorAll("[data-group]")) press(button, !this.hidden.has(Number(button.dataset.group)));
     const all = this.element.querySelector("[data-all]");
     if (all) all.hidden = this.hidden.size === 0;
@@ -132,7 +135,10 @@ class Figure {
         responsive: true,
         displaylogo: false,
         displayModeBar: coarsePointer.matches ? true : "hover",
-        modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+        modeBarButtons: [
+          ...(coarsePointer.matches ? [] : [["toImage"], ["zoom2d", "pan2d"]]),
+          ["zoomIn2d", "zoomOut2d", "resetScale2d"],
+        ],
         toImageButtonOptions: { filename: this.data.name },
       });
     });
@@ -185,6 +191,7 @@ class Figure {
         type: log ? "log" : "linear",
         uirevision: `${shown.column} ${log}`, // a zoom lasts until its axis changes
         exponentformat: "power",
+        ...(!log && { tickformat: ",.6~g" }),
         gridcolor: line,
         linecolor: line,
         zeroline: false,
@@ -193,16 +200,17 @@ class Figure {
         tickcolor: line,
         tickfont: { size: 12, color: quiet },
         automargin: true,
-        nticks: 7,
+        nticks: log ? 5 : 7, // few enough for powers of ten alone where there are many
         ...(panel.contours && { range: [panel.contours[direction][0], panel.contours[direction].at(-1)] }),
       };
     };
-    const equal = panel.equalScales ? { constrain: "domain" } : {};
+    // Contours keep their rectangle; elsewhere the shorter direction shows more than the curves need.
+    const equal = panel.equalScales ? { constrain: panel.contours ? "domain" : "range" } : {};
     return {
       xaxis: { ...axis("x"), ...equal },
       yaxis: { ...axis("y"), ...equal, ...(panel.equalScales && { scaleanchor: "x", scaleratio: 1 }) },
       autosize: true,
-      margin: { l: 12, r: 14, t: 12, b: 12 },
+      margin: { l: 12, r: 14, t: coarsePointer.matches ? 36 : 12, b: 12 }, // fingers have the buttons always there
       showlegend: false, // the buttons above are the legend of all panels
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",

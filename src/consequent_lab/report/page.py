@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from consequent_lab.paper.findings import Finding, Number, Table, Verdict
 from consequent_lab.report.looks import DASHES, looks
-from consequent_lab.report.payload import choices, payload, rounded
+from consequent_lab.report.payload import aspect, choices, payload, rounded
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 MARKS: dict[Verdict, str] = {  # the name of an icon, which is also that of a style
@@ -52,6 +52,7 @@ def page(findings: Sequence[Finding]) -> str:
         looks=looks,
         choices=choices,
         dashes=DASHES,
+        aspect=aspect,
         is_numeric=is_numeric,
         style=Markup(_asset("page.css")),
         # Files of this package and of plotly's; nothing else on the page is marked as safe.

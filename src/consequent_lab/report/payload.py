@@ -28,11 +28,19 @@ def choices(panels: list[Panel], direction: str) -> list[Axis]:
     return list(axes.values())
 
 
+def aspect(panel: Panel) -> float:
+    """Returns width ÷ height of a panel with equal scales: that of its contours, with room for the axes' numbers."""
+    if panel.contours is None:
+        return 1.0
+    width, height = (abs(side[-1] - side[0]) for side in (panel.contours.x, panel.contours.y))
+    return round(min(2.0, max(0.5, width / (1.15 * height))), 3)
+
+
 def _panel(panel: Panel, numbers: dict[str, int]) -> dict[str, Any]:
     shown = [axis.column for axis in (*panel.x, *panel.y)]
     return {
-        "x": [asdict(axis) for axis in panel.x],
-        "y": [asdict(axis) for axis in panel.y],
+        "x": [_axis(axis, panel) for axis in panel.x],
+        "y": [_axis(axis, panel) for axis in panel.y],
         "equalScales": panel.equal_scales,
         "contours": {name: _rounded_all(values) for name, values in asdict(panel.contours).items()}
         if panel.contours
@@ -48,6 +56,11 @@ def _panel(panel: Panel, numbers: dict[str, int]) -> dict[str, Any]:
             for curve in curves(panel)
         ],
     }
+
+
+def _axis(axis: Axis, panel: Panel) -> dict[str, Any]:
+    values = [value for series in panel.series for value in series.columns[axis.column] if value is not None]
+    return {**asdict(axis), "hasLog": min(values, default=0) >= 0 and max(values, default=0) > 0}
 
 
 def _rounded_all(values: list[Any]) -> list[Any]:

@@ -18,11 +18,11 @@ from consequent_lab.figures import FAINT, INK
 from consequent_lab.paper.findings import Axis, Contours, Figure, Panel
 from consequent_lab.records import write_atomically
 from consequent_lab.report.looks import DASHES, Look, group_of, looks
-from consequent_lab.report.payload import choices
+from consequent_lab.report.payload import aspect, choices
 from consequent_lab.report.seeds import Curve, curves
 
 MOST_COLUMNS = 3
-POINTS_PER_PIXEL = 0.72  # widths of lines are in pixels on the page and in points here
+POINTS_PER_PIXEL = 0.58  # widths of lines are in pixels on the page and in points here
 SYMBOLS = {"circle": "o", "x": "x", "diamond": "D", "square": "s", "triangle-up": "^"}
 SETTINGS = {
     "font.family": "sans-serif",
@@ -82,6 +82,8 @@ def _drawn(figure: Figure, chosen: dict[str, str]) -> Canvas:
     columns = min(MOST_COLUMNS, len(figure.panels))
     rows = math.ceil(len(figure.panels) / columns)
     width, height = {1: (5.6, 3.4), 2: (3.9, 3.1)}.get(columns, (3.0, 2.75))
+    if all(panel.equal_scales for panel in figure.panels):
+        height = 0.4 + width / min(aspect(panel) for panel in figure.panels)
     canvas = Canvas(figsize=(width * columns, height * rows + 0.75), layout="constrained")
     FigureCanvasAgg(canvas)
     grid = canvas.subplots(rows, columns, squeeze=False).ravel()
@@ -152,7 +154,7 @@ def _draw_contours(axes: Axes, contours: Contours) -> None:
     """Draws lines at equal steps of the square root: for a parabola they lie at equal distances."""
     heights = np.array(contours.heights)
     roots = np.sqrt(heights - heights.min())
-    levels = np.linspace(0, roots.max(), 17)
+    levels = np.linspace(0, roots.max(), 17) if roots.max() > 0 else [0, 1]
     colours = matplotlib.colors.LinearSegmentedColormap.from_list("valley", ["#dfe5ec", "#ffffff"])
     axes.contourf(contours.x, contours.y, roots, levels=levels, cmap=colours, zorder=0)
     axes.contour(contours.x, contours.y, roots, levels=levels, colors="#c4ccd6", linewidths=0.5, zorder=1)
@@ -160,7 +162,7 @@ def _draw_contours(axes: Axes, contours: Contours) -> None:
 
 def _scale(axis: Any, log: bool) -> None:
     if not log:
-        axis.set_major_locator(MaxNLocator(6))
+        axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}".replace("-", "−")))
         return
     axis._set_axes_scale("log", nonpositive="mask")
