@@ -58,10 +58,14 @@ def loss_surface():
             "Largest distance from the straight line ÷ its length: 2e-13 at 0.48 and 1e-12 at 0.1.",
             "holds",
         ),
-        Statement("At the high rate SGD oscillates along one axis; momentum reduces that.", "Both do.", "does not hold"),
+        Statement(
+            "At the high rate SGD oscillates along one axis; momentum reduces that.", "Both do.", "does not hold"
+        ),
     ]
     table = Table("The paths measured", ["optimiser", "learning rate"], [["C-SGD", 0.48], ["SGD", 0.1]])
-    summary = "Two weights on separate inputs of different strength: the loss bends 16 times as much along one as along "
+    summary = (
+        "Two weights on separate inputs of different strength: the loss bends 16 times as much along one as along "
+    )
     return Finding(
         "loss-surface",
         "Loss surface",
@@ -110,13 +114,13 @@ def resnet(points):
     for number, name in enumerate(CONTESTANTS):
         for seed in range(3):
             run = _run(number, seed, points, diverges=name == "Adam" and seed == 2)
-            (with_norm if name.endswith("BN") else without).append(
-                Series(f"{name}, seed {seed}", run, group=name)
-            )
+            (with_norm if name.endswith("BN") else without).append(Series(f"{name}, seed {seed}", run, group=name))
             for rate in (0.03, 0.1)[: 1 + (number + seed) % 2]:
                 last = run["loss"][-1]
                 accuracy = run["accuracy"][-1]
-                rows.append([name, rate, float(seed), last, accuracy, 40000.0, run["seconds"][-1], "finished", 3.0, 1e-9])
+                rows.append(
+                    [name, rate, float(seed), last, accuracy, 40000.0, run["seconds"][-1], "finished", 3.0, 1e-9]
+                )
     panels = [
         Panel("Without BatchNorm", without, BY_ITERATION, BY_LOSS),
         Panel("With BatchNorm", with_norm, BY_ITERATION, BY_LOSS),

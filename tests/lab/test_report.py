@@ -25,6 +25,7 @@ from consequent_lab.report.check import checked
 from consequent_lab.report.looks import looks
 from consequent_lab.report.page import page
 from consequent_lab.report.static import draw
+from consequent_lab.report_command import Report
 
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 7_000_000
@@ -269,17 +270,22 @@ def test_the_command_writes_page_and_figures(tmp_path, monkeypatch, capsys):
     assert "2 files" in capsys.readouterr().out
 
 
+def test_runs_that_are_not_there_are_missed(monkeypatch, capsys):
+    assert command(monkeypatch, [bare()], "--runs", "nowhere") == 1
+    assert "--runs nowhere: no such folder; make the runs with `consequent reproduce all`" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("options", "message"),
     [
-        (["--runs", "nowhere"], "nowhere: no such folder; make the runs with"),
-        (["--output", "report.pdf"], "--output must end in .html, got report.pdf"),
-        (["--figures", __file__], "must be a folder"),
+        ({"output": Path("report.pdf")}, "--output must end in .html, got report.pdf"),
+        ({"figures": Path(__file__)}, "--figures must be a folder"),
+        ({"runs": ()}, "--runs needs at least one folder"),
     ],
 )
-def test_bad_options_are_refused(arguments, message, monkeypatch, capsys):
-    assert command(monkeypatch, [bare()], *arguments) == 1
-    assert message in capsys.readouterr().err
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Report(**options)
 
 
 def test_an_installed_wheel_has_template_style_and_script(tmp_path):

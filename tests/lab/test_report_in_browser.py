@@ -18,7 +18,8 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: inst
 OPTIONS = ["--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
 DESKTOP = {"viewport": {"width": 1400, "height": 900}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
-POINTS = 60
+POINTS = 30
+POINT = (("xaxis", 2), ("yaxis", 4))  # of the hostile curve
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +38,13 @@ def browser():
         chromium.close()
 
 
-@pytest.fixture
-def opened(browser, address):
-    """Opens the page; afterwards, nothing may have been complained of and nothing asked for but the page itself."""
-    contexts, complaints, requests = [], [], []
+@pytest.fixture(scope="module")
+def opening(browser, address):
+    """Returns how to open the page, and a check that it has complained of nothing and asked for nothing but itself."""
+    complaints, requests = [], []
 
     def open_page(**options):
-        context = browser.new_context(**(options or DESKTOP))
-        contexts.append(context)
-        page = context.new_page()
+        page = browser.new_context(**options).new_page()
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("dialog", lambda dialog: complaints.append(dialog.message))
@@ -53,11 +52,41 @@ def opened(browser, address):
         page.goto(address)
         return page
 
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert complaints == []
-    assert {url for url in requests if not url.startswith("data:")} == {address}
+    def check():
+        assert complaints == []
+        assert {url for url in requests if not url.startswith("data:")} == {address}
+
+    return open_page, check
+
+
+@pytest.fixture
+def opened(opening):
+    """Opens a page of a test's own."""
+    open_page, check = opening
+    pages = []
+
+    def open_own_page(**options):
+        pages.append(open_page(**(options or DESKTOP)))
+        return pages[-1]
+
+    yield open_own_page
+    for page in pages:
+        page.context.close()
+    check()
+
+
+@pytest.fixture(scope="module")
+def common(opening):
+    """One page for tests that leave each other's parts alone: opening it takes seconds."""
+    open_page, _ = opening
+    return open_page(**DESKTOP, permissions=["clipboard-read", "clipboard-write"])
+
+
+@pytest.fixture
+def shared(common, opening):
+    _, check = opening
+    yield common
+    check()
 
 
 def figure(page, name):
@@ -101,8 +130,8 @@ def test_a_legend_click_hides_all_seeds_and_another_one_shows_them(opened):
     assert curves(resnet) == 48
 
 
-def test_a_legend_click_hides_a_curve_in_all_panels(opened):
-    surface = figure(opened(), "loss-surface")
+def test_a_legend_click_hides_a_curve_in_all_panels(shared):
+    surface = figure(shared, "loss-surface")
     surface.get_by_role("button", name="SGD", exact=True).click()
     assert [curves(panel) for panel in surface.locator(".panel").all()] == [2, 2]
 
@@ -136,8 +165,8 @@ def test_log_and_linear_scales_are_switched(opened):
     assert state(resnet, "_fullLayout.xaxis.type") == "log"
 
 
-def test_no_log_scale_for_negative_numbers(opened):
-    paths = figure(opened(), "output-paths")
+def test_no_log_scale_for_negative_numbers(shared):
+    paths = figure(shared, "output-paths")
     assert paths.locator("[data-log=y]").is_disabled()
     assert paths.locator("[data-log=x]").is_enabled()
 
@@ -158,19 +187,19 @@ def test_dragging_zooms_and_the_zoom_outlives_a_legend_click(opened):
     assert state(resnet, "_fullLayout.xaxis.range") == zoomed
 
 
-def test_hovering_tells_names_as_they_are(opened):
-    page = opened()
-    odd = figure(page, "hostile")
-    odd.locator(".plot").hover()
+def test_hovering_tells_names_as_they_are(shared):
+    odd = figure(shared, "hostile")
+    x, y = (state(odd, f"_fullLayout.{axis}._offset + plot._fullLayout.{axis}.d2p({value})") for axis, value in POINT)
+    odd.locator(".plot").hover(position={"x": x, "y": y})
     odd.locator(".hovertext").first.wait_for()
     assert HOSTILE in odd.locator(".hovertext").first.text_content()
     assert odd.locator(".xtitle").text_content() == odd.locator(".ytitle").text_content() == HOSTILE
     assert odd.locator(".legend button").first.inner_text() == HOSTILE
-    assert page.locator("script").count() == 3
+    assert shared.locator("script").count() == 3
 
 
-def test_nothing_offers_to_send_data_away(opened):
-    buttons = figure(opened(), "resnet20").locator(".modebar-btn")
+def test_nothing_offers_to_send_data_away(shared):
+    buttons = figure(shared, "resnet20").locator(".modebar-btn")
     titles = {button.get_attribute("data-title") for button in buttons.all()}
     assert titles == {"Download plot as a PNG", "Zoom", "Pan", "Zoom in", "Zoom out", "Reset axes"}
 
@@ -211,7 +240,9 @@ def test_a_phone_needs_no_sideways_scrolling_and_hits_every_button(opened):
     for details in page.locator("details").all():
         details.evaluate("details => { details.open = true; }")
     assert page.evaluate("document.documentElement.scrollWidth") == 390
-    inside = page.locator(".plot .main-svg").evaluate_all("all => all.every(s => s.getBoundingClientRect().right <= 390)")
+    inside = page.locator(".plot .main-svg").evaluate_all(
+        "all => all.every(s => s.getBoundingClientRect().right <= 390)"
+    )
     assert inside
     for button in page.locator("main button:visible, header button").all():
         assert button.bounding_box()["height"] >= 40, button.inner_text()
@@ -219,8 +250,8 @@ def test_a_phone_needs_no_sideways_scrolling_and_hits_every_button(opened):
     assert box.evaluate("box => box.scrollWidth > box.clientWidth"), "a wide table scrolls inside its own box"
 
 
-def test_a_click_on_a_column_head_sorts_and_what_is_missing_comes_last(opened):
-    table = opened().locator("#experiment-hostile table")
+def test_a_click_on_a_column_head_sorts_and_what_is_missing_comes_last(shared):
+    table = shared.locator("#experiment-hostile table")
     head = table.locator("th").nth(1)
 
     def column():
@@ -235,24 +266,22 @@ def test_a_click_on_a_column_head_sorts_and_what_is_missing_comes_last(opened):
     assert head.get_attribute("aria-sort") == "descending"
 
 
-def test_commands_are_copied(opened):
-    page = opened(**DESKTOP, permissions=["clipboard-read", "clipboard-write"])
-    command = page.locator("#experiment-hostile .command")
+def test_commands_are_copied(shared):
+    command = shared.locator("#experiment-hostile .command")
     command.get_by_role("button").click()
     playwright.expect(command.get_by_role("button")).to_have_text("Copied")
-    assert page.evaluate("navigator.clipboard.readText()") == HOSTILE
+    assert shared.evaluate("navigator.clipboard.readText()") == HOSTILE
 
 
-def test_the_overview_shows_statements_of_one_verdict_and_leads_to_them(opened):
-    page = opened()
-    listed = page.locator(".summary-list li[data-mark]:visible")
+def test_the_overview_shows_statements_of_one_verdict_and_leads_to_them(shared):
+    listed = shared.locator(".summary-list li[data-mark]:visible")
     assert listed.count() == 6
-    page.locator(".count.no").click()
+    shared.locator(".count.no").click()
     assert listed.count() == 1
     listed.get_by_role("link").click()
-    assert page.url.endswith("#loss-surface-statement-2")
-    assert page.locator(":target .verdict").inner_text().strip() == "does not hold"
-    page.locator(".count.no").click()
+    assert shared.url.endswith("#loss-surface-statement-2")
+    assert shared.locator(":target .verdict").inner_text().strip() == "does not hold"
+    shared.locator(".count.no").click()
     assert listed.count() == 6
 
 
@@ -264,5 +293,7 @@ def test_paper_gets_everything_in_light_and_the_screen_is_as_before(opened):
     assert background(page) == before
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert background(page) == "rgb(251, 250, 247)"
-    widest = page.locator(".plot .main-svg").evaluate_all("all => Math.max(...all.map(s => s.getBoundingClientRect().width))")
+    widest = page.locator(".plot .main-svg").evaluate_all(
+        "all => Math.max(...all.map(s => s.getBoundingClientRect().width))"
+    )
     assert widest <= 680

@@ -78,7 +78,9 @@ def _checked_table(table: Table, finding: str) -> Table:
 
 
 def _finite_series(series: Series) -> Series:
-    return replace(series, columns={name: [_finite(value) for value in column] for name, column in series.columns.items()})
+    return replace(
+        series, columns={name: [_finite(value) for value in column] for name, column in series.columns.items()}
+    )
 
 
 def _finite(value: Number) -> Number:

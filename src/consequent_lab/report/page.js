@@ -210,7 +210,7 @@ class Figure {
       xaxis: { ...axis("x"), ...equal },
       yaxis: { ...axis("y"), ...equal, ...(panel.equalScales && { scaleanchor: "x", scaleratio: 1 }) },
       autosize: true,
-      margin: { l: 12, r: 14, t: coarsePointer.matches ? 36 : 12, b: 12 }, // fingers have the buttons always there
+      margin: { l: 12, r: 14, t: coarsePointer.matches ? 48 : 12, b: 12 }, // fingers have the buttons always there
       showlegend: false, // the buttons above are the legend of all panels
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
