@@ -116,11 +116,8 @@ def resnet(points):
             run = _run(number, seed, points, diverges=name == "Adam" and seed == 2)
             (with_norm if name.endswith("BN") else without).append(Series(f"{name}, seed {seed}", run, group=name))
             for rate in (0.03, 0.1)[: 1 + (number + seed) % 2]:
-                last = run["loss"][-1]
-                accuracy = run["accuracy"][-1]
-                rows.append(
-                    [name, rate, float(seed), last, accuracy, 40000.0, run["seconds"][-1], "finished", 3.0, 1e-9]
-                )
+                last = [run[column][-1] for column in ("loss", "accuracy", "iteration", "seconds")]
+                rows.append([name, rate, float(seed), *last, "finished", 3.0, 1e-9])
     panels = [
         Panel("Without BatchNorm", without, BY_ITERATION, BY_LOSS),
         Panel("With BatchNorm", with_norm, BY_ITERATION, BY_LOSS),
@@ -128,7 +125,7 @@ def resnet(points):
     figure = Figure(
         "resnet20",
         "Training loss and accuracy of ResNet-20 on CIFAR-10",
-        "Thin lines: single seeds. Strong lines: their median. The paper's reading: the last of every 100 mini-batches.",
+        "Thin lines: single seeds. Strong lines: their median. The last of every 100 mini-batches.",
         panels,
     )
     long = "C-SGD converged faster in the beginning and maintained its stability to the end of the training. " * 3

@@ -11,6 +11,7 @@ import zipfile
 from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -162,7 +163,7 @@ def test_headings_are_in_order(read):
     levels = [int(tag[1]) for tag, _ in read.elements if tag in {"h1", "h2", "h3", "h4"}]
     assert levels[0] == 1
     assert levels.count(1) == 1
-    assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert all(after <= before + 1 for before, after in pairwise(levels))
 
 
 def test_ids_are_unique(read):
@@ -249,7 +250,7 @@ def test_a_bad_finding_is_refused_by_name(finding, message):
         checked([finding])
 
 
-# ---- the command and the package --------------------------------------------------------------------------------------
+# ---- the command and the package ------------------------------------------------------------------------------------
 
 
 def command(monkeypatch, found, *arguments):

@@ -1,8 +1,8 @@
 """How a contestant's curve looks, on the page and in the static figures alike.
 
 A C- version and its plain partner have one hue: the C- version a strong, solid line, the plain one a lighter, dashed
-line, with BatchNorm a dotted one. The hues follow Okabe and Ito's, which colour-blind readers tell apart; dashes say the
-same once more.
+line, with BatchNorm a dotted one. The hues follow Okabe and Ito's, which colour-blind readers tell apart; dashes say
+the same once more.
 """
 
 import re

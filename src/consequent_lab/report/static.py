@@ -24,7 +24,7 @@ from consequent_lab.report.seeds import Curve, curves
 MOST_COLUMNS = 3
 POINTS_PER_PIXEL = 0.58  # widths of lines are in pixels on the page and in points here
 SYMBOLS = {"circle": "o", "x": "x", "diamond": "D", "square": "s", "triangle-up": "^"}
-SETTINGS = {
+SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # matplotlib brings it along: the same letters everywhere
     "font.size": 8.5,
@@ -198,9 +198,9 @@ def _numbers(values: list[float | None]) -> np.ndarray:
 
 
 def _text(text: str) -> str:
-    """Returns text that matplotlib takes as it is: between dollars it would read mathematics.
+    r"""Returns text that matplotlib takes as it is: between dollars it would read mathematics.
 
     >>> _text("5 $ and 6 $")
-    '5 \\\\$ and 6 \\\\$'
+    '5 \\$ and 6 \\$'
     """
     return text.replace("$", r"\$")
