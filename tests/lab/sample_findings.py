@@ -185,5 +185,10 @@ def hostile():
 
 
 def bare():
-    """An experiment of which nothing is there yet."""
-    return Finding("bare", "Not run yet", "There are no runs.", [])
+    """An experiment of which nothing is there yet, but for one panel of a figure."""
+    empty = Panel("Nothing", [], [Axis("a", "a")], [Axis("b", "b")])
+    series = Series("s", {column: [1.0, 2.0] for column in "abcdefg"})
+    losses = Panel("Losses", [series], [Axis("a", "a")], [Axis("b", "one loss"), Axis("c", "another loss")])
+    rates = Panel("Accuracies", [series], [Axis("a", "a")], [Axis("d", "one accuracy"), Axis("e", "another accuracy")])
+    both = [Figure("bare", "Nothing", "", [empty, empty]), Figure("begun", "Something", "", [empty, losses, rates])]
+    return Finding("bare", "Not run yet", "There are no runs.", [], both)

@@ -25,6 +25,7 @@ from consequent_lab.paper.findings import Axis, Contours, Figure, Finding, Panel
 from consequent_lab.report.check import checked
 from consequent_lab.report.looks import looks
 from consequent_lab.report.page import page
+from consequent_lab.report.payload import choices
 from consequent_lab.report.static import draw
 from consequent_lab.report_command import Report
 
@@ -116,7 +117,7 @@ def test_paths_of_several_samples_are_no_seeds(read):
 def test_whatever_looks_like_markup_is_text(text, read):
     assert "<script>alert" not in text
     assert len(read.scripts) == 3, "the data, plotly.js and the page's own"
-    assert read.texts.count(HOSTILE) >= 15
+    assert read.texts.count(HOSTILE) >= 15, "in every place that shows a name or a text"
     assert not [name for _, attributes in read.elements for name in attributes if name.startswith("on")]
     (series,) = (figure for figure in json.loads(read.scripts[0]) if figure["name"] == "hostile")
     assert series["panels"][0]["curves"][0]["label"] == HOSTILE
@@ -201,6 +202,28 @@ def test_without_a_c_version_nothing_stands_back():
     assert first.colour != second.colour
 
 
+def test_stages_of_one_thing_get_one_ramp_of_colours():
+    series = [Series(f"iteration {n:,}", {"a": [1.0], "b": [1.0]}) for n in (20_000, 100, 3_000, 1_000)]
+    panel = Panel("", series, [Axis("a", "a")], [Axis("b", "b")])
+    appearance = looks(Figure("norms", "", "", [panel]))
+    assert list(appearance) == ["iteration 100", "iteration 1,000", "iteration 3,000", "iteration 20,000"]
+    greens = [int(look.colour.light[3:5], 16) for look in appearance.values()]
+    assert greens == sorted(greens, reverse=True)
+    assert len(set(greens)) == 4
+
+
+# ---- choices --------------------------------------------------------------------------------------------------------
+
+
+def test_panels_with_an_axis_in_common_share_a_choice():
+    def panel(*columns):
+        return Panel("", [], [Axis("x", "x")], [Axis(column, column) for column in columns])
+
+    offered = choices([panel("a", "b"), panel("p", "q"), panel("b", "c"), panel("z")], "y")
+    assert [[axis.column for axis in axes] for axes in offered] == [["a", "b", "c"], ["p", "q"]]
+    assert choices([panel("a", "b")], "x") == []
+
+
 # ---- static figures -------------------------------------------------------------------------------------------------
 
 
@@ -267,8 +290,10 @@ def test_the_command_writes_page_and_figures(tmp_path, monkeypatch, capsys):
     found = [hostile(), bare()]
     assert command(monkeypatch, found, "--runs", tmp_path, "--output", output, "--figures", figures) == 0
     assert output.read_text(encoding="utf-8") == page(checked(found))
-    assert sorted(path.name for path in figures.iterdir()) == ["hostile.png", "hostile.svg"]
-    assert "2 files" in capsys.readouterr().out
+    assert sorted(path.name for path in figures.iterdir()) == [
+        f"{name}.{kind}" for name in ("begun-c", "begun-e", "begun", "hostile") for kind in ("png", "svg")
+    ], "none for a figure without anything measured"
+    assert "8 files" in capsys.readouterr().out
 
 
 def test_runs_that_are_not_there_are_missed(monkeypatch, capsys):

@@ -108,12 +108,13 @@ def state(part, expression, panel=0):
 
 def test_all_figures_are_drawn(opened):
     page = opened()
-    expected = {"loss-surface": 3 + 3, "output-paths": 4 + 2, "resnet20": 36 + 12, "hostile": 1}
+    expected = {"loss-surface": 3 + 3, "output-paths": 4 + 2, "resnet20": 36 + 12, "hostile": 1, "begun": 2}
     for name, count in expected.items():
         assert curves(figure(page, name)) == count
         for path in page.locator(f"#figure-{name} .trace path.js-line").all():
             assert path.get_attribute("d").startswith("M"), "a line that goes somewhere"
     assert page.locator(".contourlayer .contour").count() == 2
+    assert page.get_by_text("No runs yet.").count() == 1 + 1, "for the whole of a figure, and for a panel"
 
 
 def test_a_legend_click_hides_all_seeds_and_another_one_shows_them(opened):
@@ -150,6 +151,15 @@ def test_axes_are_switched_in_all_panels(opened):
     assert state(resnet, "_fullLayout.yaxis.type") == "linear", "as its axis says"
     resnet.get_by_role("button", name="iterations").click()
     assert resnet.locator(".xtitle").all_text_contents() == ["iterations"] * 2
+
+
+def test_choices_of_other_panels_stay_as_they_are(shared):
+    begun = figure(shared, "begun")
+    begun.get_by_role("button", name="another loss").click()
+    begun.get_by_role("button", name="another accuracy").click()
+    assert begun.locator(".ytitle").all_text_contents() == ["another loss", "another accuracy"]
+    pressed = begun.locator("[data-column][aria-pressed=true]").all_text_contents()
+    assert pressed == ["another loss", "another accuracy"]
 
 
 def test_log_and_linear_scales_are_switched(opened):
@@ -291,7 +301,7 @@ def test_paper_gets_everything_in_light_and_the_screen_is_as_before(opened):
     page = opened(**DESKTOP, color_scheme="dark")
     before = background(page)
     assert len(page.pdf(format="A4")) > 10_000
-    assert curves(page) == 61, "all figures, also those that nobody has looked at"
+    assert curves(page) == 63, "all figures, also those that nobody has looked at"
     assert background(page) == before
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert background(page) == "rgb(251, 250, 247)"

@@ -6,6 +6,7 @@ the same once more.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Literal, get_args
@@ -43,6 +44,14 @@ class Hue:
     soft: Colour
 
 
+@dataclass(frozen=True)
+class Stops:
+    """Colours from faint to strong, for a light and for a dark background."""
+
+    light: tuple[str, ...]
+    dark: tuple[str, ...]
+
+
 BLUE = Hue(Colour("#0072b2", "#58b2ee"), Colour("#5a9cc6", "#4682ad"))
 VERMILION = Hue(Colour("#d55e00", "#ff8f45"), Colour("#df9059", "#b06a3b"))
 GREEN = Hue(Colour("#009e73", "#30cc9c"), Colour("#57b397", "#338f73"))
@@ -51,6 +60,7 @@ YELLOW = Hue(Colour("#b98500", "#edc14a"), Colour("#cfab52", "#a3873a"))
 GREY = Hue(Colour("#4d5562", "#d3d9e3"), Colour("#8b93a1", "#8b93a1"))
 
 HUES = (BLUE, VERMILION, GREEN, PURPLE, YELLOW, GREY)
+RAMP = Stops(("#a6cbe3", "#0072b2", "#15264f"), ("#35597a", "#58b2ee", "#e2f2ff"))
 FAMILIES = {"nesterov": VERMILION, "adam": GREEN, "momentum": PURPLE, "rmsprop": YELLOW, "sgd": BLUE}  # first match
 
 # Dashes of contestants with one hue, in this order until one is free.
@@ -95,7 +105,8 @@ class Contestant:
         rest, prefixes = re.subn(r"\bC-(?=\w)", "", group)
         rest = re.sub(r"[\s,]*(without|no) (BN|BatchNorm)\b", "", rest)
         rest, norms = re.subn(r"[\s,+-]*(with |and )?\b(BN|BatchNorm)\b", "", rest)
-        rest = re.sub(r"[\s,(]*((learning rate|lr|μ)[\s=]*)?\d[\d.e-]*\)?$", "", rest)
+        if any(family in rest.lower() for family in FAMILIES):  # a number after it is its learning rate
+            rest = re.sub(r"[\s,(]*((learning rate|lr|μ)[\s=]*)?\d[\d.e-]*\)?$", "", rest)
         return cls(rest.strip() or group, prefixes > 0, norms > 0)
 
 
@@ -116,6 +127,8 @@ def looks(figure: Figure) -> dict[str, Look]:
     bases = [contestant.base for contestant in named.values()]
     order_of_legend = sorted(named, key=lambda group: (group in points, bases.index(named[group].base)))
     contestants = {group: named[group] for group in order_of_legend}
+    if _is_sequence(contestants):
+        return {group: Look(colour, "solid", 2.2, "circle", False) for group, colour in _ramp(contestants).items()}
     hues = _hues({contestant.base: group in points for group, contestant in contestants.items()})
     compares = any(contestant.consequentialist for contestant in contestants.values())
     taken: set[tuple[str, Dash]] = set()
@@ -135,6 +148,38 @@ def looks(figure: Figure) -> dict[str, Look]:
             group in points,
         )
     return result
+
+
+def _is_sequence(groups: Iterable[str]) -> bool:
+    """Tells whether groups are stages of one thing.
+
+    >>> _is_sequence(["iteration 100", "iteration 2,000", "iteration 10,000"]), _is_sequence(["SGD", "Adam", "Adam 2"])
+    (True, False)
+    """
+    names = list(groups)
+    return len(names) > 2 and len({re.sub(r"[\d.,]+", "#", name) for name in names}) == 1
+
+
+def _ramp(groups: Iterable[str]) -> dict[str, Colour]:
+    """Gives groups, in the order of their numbers, colours from faint to strong."""
+    names = sorted(groups, key=lambda name: float(re.sub(r"[^\d.]", "", name).strip(".") or 0))
+    places = [place / (len(names) - 1) for place in range(len(names))]
+    return {
+        name: Colour(_between(RAMP.light, place), _between(RAMP.dark, place))
+        for name, place in zip(names, places, strict=True)
+    }
+
+
+def _between(stops: tuple[str, ...], place: float) -> str:
+    """Returns the colour at a place between 0 and 1.
+
+    >>> _between(("#000000", "#0000ff", "#ffffff"), 0.75)
+    '#8080ff'
+    """
+    first = min(int(place * (len(stops) - 1)), len(stops) - 2)
+    part = place * (len(stops) - 1) - first
+    channels = [[int(stop[at : at + 2], 16) for stop in stops[first : first + 2]] for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(low + part * (high - low)):02x}" for low, high in channels)
 
 
 def _hues(bases: dict[str, bool]) -> dict[str, Hue]:

@@ -55,13 +55,13 @@ class Figure {
     this.element = element;
     this.data = data;
     this.plots = [...element.querySelectorAll(".plot")];
-    this.column = { x: null, y: null };
+    this.columns = data.panels.map((panel) => ({ x: panel.x[0].column, y: panel.y[0].column })); // shown, by panel
     this.logs = new Map(); // of columns that were switched; the others are as their axis says
     this.hidden = new Set();
     this.drawn = false;
     for (const button of element.querySelectorAll("[data-column]")) {
       button.addEventListener("click", () => {
-        this.column[button.dataset.direction] = button.dataset.column;
+        this.choose(button.dataset.direction, button.dataset.column);
         this.update();
       });
     }
@@ -92,8 +92,15 @@ class Figure {
     this.updateControls();
   }
 
+  choose(direction, column) {
+    this.data.panels.forEach((panel, number) => {
+      if (panel[direction].some((axis) => axis.column === column)) this.columns[number][direction] = column;
+    });
+  }
+
   axisOf(panel, direction) {
-    return panel[direction].find((axis) => axis.column === this.column[direction]) ?? panel[direction][0];
+    const column = this.columns[this.data.panels.indexOf(panel)][direction];
+    return panel[direction].find((axis) => axis.column === column);
   }
 
   axesShown(direction) {
@@ -117,7 +124,8 @@ class Figure {
     const press = (button, pressed) => button.setAttribute("aria-pressed", String(pressed));
     for (const button of this.element.querySelectorAll("[data-column]")) {
       const { direction, column } = button.dataset;
-      press(button, this.data.panels.some((panel) => this.axisOf(panel, direction).column === column));
+      const offering = this.data.panels.filter((panel) => panel[direction].length > 1);
+      press(button, offering.some((panel) => this.axisOf(panel, direction).column === column));
     }
     for (const button of this.element.querySelectorAll("[data-log]")) {
       press(button, this.isLog(button.dataset.log));
@@ -131,6 +139,7 @@ class Figure {
   draw() {
     this.drawn = true;
     this.data.panels.forEach((panel, number) => {
+      if (!this.plots[number] || this.plots[number].hidden) return; // nothing was measured
       Plotly.react(this.plots[number], this.traces(panel), this.layout(panel), {
         responsive: true,
         displaylogo: false,
@@ -267,7 +276,7 @@ function drawForPrint(starts) {
   else delete root.dataset.theme;
   for (const figure of figures) {
     figure.draw();
-    for (const plot of figure.plots) Plotly.Plots.resize(plot);
+    for (const plot of figure.plots) if (!plot.hidden) Plotly.Plots.resize(plot);
   }
 }
 addEventListener("beforeprint", () => {

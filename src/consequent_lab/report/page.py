@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from consequent_lab.paper.findings import Finding, Number, Table, Verdict
 from consequent_lab.report.looks import DASHES, looks
-from consequent_lab.report.payload import aspect, choices, payload, rounded
+from consequent_lab.report.payload import aspect, choices, columns_of, payload, rounded
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 MARKS: dict[Verdict, str] = {  # the name of an icon, which is also that of a style
@@ -53,6 +53,7 @@ def page(findings: Sequence[Finding]) -> str:
         choices=choices,
         dashes=DASHES,
         aspect=aspect,
+        columns_of=columns_of,
         is_numeric=is_numeric,
         style=Markup(_asset("page.css")),
         # Files of this package and of plotly's; nothing else on the page is marked as safe.

@@ -1,7 +1,8 @@
 """A figure as the data that the page's script draws from."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from consequent_lab.paper.findings import Axis, Figure, Number, Panel
 from consequent_lab.report.looks import group_of, looks
@@ -21,19 +22,50 @@ def payload(figure: Figure) -> dict[str, Any]:
     }
 
 
-def choices(panels: list[Panel], direction: str) -> list[Axis]:
-    """Returns the axes among which a reader can choose in this direction (x or y): none if no panel offers several."""
-    offered = [getattr(panel, direction) for panel in panels]
-    axes = {axis.column: axis for axes in offered if len(axes) > 1 for axis in axes}
-    return list(axes.values())
+def choices(panels: list[Panel], direction: Literal["x", "y"]) -> list[list[Axis]]:
+    """Returns the axes among which a reader can choose in this direction, a list for each choice.
+
+    Panels with an axis in common share a choice; panels with but one axis leave none.
+    """
+    found: list[dict[str, Axis]] = []
+    for panel in panels:
+        offered = {axis.column: axis for axis in (panel.x if direction == "x" else panel.y)}
+        if len(offered) < 2:
+            continue
+        shared = [choice for choice in found if choice.keys() & offered.keys()]
+        for choice in shared[1:]:  # this panel connects them
+            found.remove(choice)
+        if shared:
+            shared[0].update({column: axis for choice in (*shared, offered) for column, axis in choice.items()})
+        else:
+            found.append(offered)
+    return [list(choice.values()) for choice in found]
+
+
+def columns_of(panels: int) -> int:
+    """Returns how many panels stand side by side where there is room.
+
+    >>> [columns_of(panels) for panels in range(1, 8)]
+    [1, 2, 3, 2, 3, 3, 3]
+    """
+    return 2 if panels == 4 else min(panels, 3)
 
 
 def aspect(panel: Panel) -> float:
-    """Returns width ÷ height of a panel with equal scales: that of its contours, with room for the axes' numbers."""
-    if panel.contours is None:
-        return 1.0
-    width, height = (abs(side[-1] - side[0]) for side in (panel.contours.x, panel.contours.y))
-    return round(min(2.0, max(0.5, width / (1.15 * height))), 3)
+    """Returns width ÷ height for a panel with equal scales: as its contours or curves have it, within limits."""
+    if panel.contours:
+        width, height = (_extent(side) for side in (panel.contours.x, panel.contours.y))
+    else:
+        width, height = (
+            _extent([value for series in panel.series for value in series.columns[axes[0].column]])
+            for axes in (panel.x, panel.y)
+        )
+    return round(min(1.8, max(0.6, width / (1.15 * height))), 3) if height else 1.0  # the axes' numbers need room, too
+
+
+def _extent(values: Sequence[Number]) -> float:
+    present = [value for value in values if value is not None]
+    return max(present, default=0.0) - min(present, default=0.0)
 
 
 def _panel(panel: Panel, numbers: dict[str, int]) -> dict[str, Any]:

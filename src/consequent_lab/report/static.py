@@ -4,7 +4,7 @@ import math
 import re
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
@@ -18,10 +18,9 @@ from consequent_lab.figures import FAINT, INK
 from consequent_lab.paper.findings import Axis, Contours, Figure, Panel
 from consequent_lab.records import write_atomically
 from consequent_lab.report.looks import DASHES, Look, group_of, looks
-from consequent_lab.report.payload import aspect, choices
+from consequent_lab.report.payload import aspect, choices, columns_of
 from consequent_lab.report.seeds import Curve, curves
 
-MOST_COLUMNS = 3
 POINTS_PER_PIXEL = 0.58  # widths of lines are in pixels on the page and in points here
 SYMBOLS = {"circle": "o", "x": "x", "diamond": "D", "square": "s", "triangle-up": "^"}
 SETTINGS: dict[Any, Any] = {
@@ -47,13 +46,15 @@ def draw(figure: Figure, folder: Path) -> list[Path]:
             the name, as in NAME-accuracy-seconds.png.
 
     Returns:
-        The files.
+        The files; none if nothing was measured.
     """
+    if not any(panel.series for panel in figure.panels):
+        return []
     paths = []
-    for x, y in product(_offered(figure, "x"), _offered(figure, "y")):
-        name = "-".join([figure.name, *(_slug(column) for column, first in (y, x) if not first)])
+    for y, x in product(_others(figure, "y"), _others(figure, "x")):
+        name = "-".join([figure.name, *(_slug(column) for column in (y, x) if column)])
         with matplotlib.rc_context(SETTINGS):
-            canvas = _drawn(figure, {"x": x[0], "y": y[0]})
+            canvas = _drawn(figure, {x, y})
             for kind, metadata in METADATA.items():
                 path = folder / f"{name}.{kind}"
                 _save(canvas, path, kind, metadata)
@@ -68,18 +69,17 @@ def _save(canvas: Canvas, path: Path, kind: str, metadata: dict[str, Any]) -> No
     write_atomically(path, save)
 
 
-def _offered(figure: Figure, direction: str) -> list[tuple[str, bool]]:
-    """Returns the columns to choose from and whether it is the first."""
-    columns = [axis.column for axis in choices(figure.panels, direction)] or [""]
-    return [(column, number == 0) for number, column in enumerate(columns)]
+def _others(figure: Figure, direction: Literal["x", "y"]) -> list[str]:
+    """Returns the columns to choose instead of the first ones; an empty name stays with those."""
+    return ["", *(axis.column for axes in choices(figure.panels, direction) for axis in axes[1:])]
 
 
 def _slug(column: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", column.lower()).strip("-") or "other"
 
 
-def _drawn(figure: Figure, chosen: dict[str, str]) -> Canvas:
-    columns = min(MOST_COLUMNS, len(figure.panels))
+def _drawn(figure: Figure, chosen: set[str]) -> Canvas:
+    columns = columns_of(len(figure.panels))
     rows = math.ceil(len(figure.panels) / columns)
     width, height = {1: (5.6, 3.4), 2: (3.9, 3.1)}.get(columns, (3.0, 2.75))
     if all(panel.equal_scales for panel in figure.panels):
@@ -89,11 +89,8 @@ def _drawn(figure: Figure, chosen: dict[str, str]) -> Canvas:
     grid = canvas.subplots(rows, columns, squeeze=False).ravel()
     appearance = looks(figure)
     for axes, panel in zip(grid, figure.panels, strict=False):
-        shown = {
-            direction: next((axis for axis in offered if axis.column == chosen[direction]), offered[0])
-            for direction, offered in (("x", panel.x), ("y", panel.y))
-        }
-        _draw_panel(axes, panel, shown["x"], shown["y"], appearance)
+        x, y = (next((axis for axis in offered if axis.column in chosen), offered[0]) for offered in (panel.x, panel.y))
+        _draw_panel(axes, panel, x, y, appearance)
     for axes in grid[len(figure.panels) :]:
         axes.set_visible(False)
     canvas.suptitle(_text(figure.title), fontsize=11.5, color=INK, fontweight="bold")
@@ -122,6 +119,8 @@ def _draw_panel(axes: Axes, panel: Panel, x: Axis, y: Axis, appearance: dict[str
     else:
         axes.grid(color="#e4e4e4", linewidth=0.5)
         axes.set_axisbelow(True)
+    if not panel.series:
+        axes.annotate("no runs yet", (0.5, 0.5), xycoords="axes fraction", ha="center", color=FAINT)
     for curve in curves(panel):
         _draw_curve(axes, curve, x, y, appearance[group_of(curve.series)])
     for axis, shown in ((axes.xaxis, x), (axes.yaxis, y)):
