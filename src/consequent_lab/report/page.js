@@ -199,8 +199,7 @@ class Figure {
         title: { text: asText(shown.title), standoff: 8, font: { size: 13, color: quiet } },
         type: log ? "log" : "linear",
         uirevision: `${shown.column} ${log}`, // a zoom lasts until its axis changes
-        exponentformat: "power",
-        ...(!log && { tickformat: ",.6~g" }),
+        tickformat: ",.6~g",
         gridcolor: line,
         linecolor: line,
         zeroline: false,
@@ -209,7 +208,7 @@ class Figure {
         tickcolor: line,
         tickfont: { size: 12, color: quiet },
         automargin: true,
-        nticks: log ? 5 : 7, // few enough for powers of ten alone where there are many
+        nticks: log ? Math.max(3, Math.floor(shown.decades / 0.75)) : 7, // every power of ten, or 1, 2, 5 if they are few
         ...(panel.contours && { range: [panel.contours[direction][0], panel.contours[direction].at(-1)] }),
       };
     };

@@ -1,5 +1,6 @@
 """A figure as the data that the page's script draws from."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal
@@ -92,7 +93,12 @@ def _panel(panel: Panel, numbers: dict[str, int]) -> dict[str, Any]:
 
 def _axis(axis: Axis, panel: Panel) -> dict[str, Any]:
     values = [value for series in panel.series for value in series.columns[axis.column] if value is not None]
-    return {**asdict(axis), "hasLog": min(values, default=0) >= 0 and max(values, default=0) > 0}
+    positive = [value for value in values if value > 0]
+    return {
+        **asdict(axis),
+        "hasLog": bool(positive) and min(values) >= 0,
+        "decades": math.log10(max(positive) / min(positive)) if positive else 0,
+    }
 
 
 def _rounded_all(values: list[Any]) -> list[Any]:

@@ -167,7 +167,7 @@ def _scale(axis: Any, log: bool) -> None:
     axis._set_axes_scale("log", nonpositive="mask")
     low, high = axis.get_view_interval()
     decades = math.log10(high / low) if 0 < low < high else 0
-    if decades < 2:  # few powers of ten, or none: other numbers are needed
+    if decades < 2.5:  # few powers of ten, or none: other numbers are needed
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axis.set_minor_formatter(NullFormatter())
