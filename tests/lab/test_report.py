@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from sample_findings import HOSTILE, bare, findings, hostile, loss_surface, outp
 from consequent_lab import cli
 from consequent_lab.paper.findings import Axis, Contours, Figure, Finding, Panel, Series, Table
 from consequent_lab.report.check import checked
-from consequent_lab.report.looks import looks
+from consequent_lab.report.looks import HUES, looks
 from consequent_lab.report.page import page
 from consequent_lab.report.payload import choices
 from consequent_lab.report.static import draw
@@ -192,6 +193,30 @@ def test_a_pair_has_one_hue_and_no_two_contestants_look_alike():
     assert appearance["SGD-BN"].colour == appearance["SGD"].colour
     assert appearance["SGD-BN"].dash == "dot"
     assert list(appearance)[:4] == ["C-SGD", "SGD", "SGD-BN", "C-SGD-BN"], "a family is together in the legend"
+
+
+def contrast(one, other):
+    """Returns WCAG's contrast of two colours."""
+
+    def luminance(colour):
+        channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted([luminance(one), luminance(other)])
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_every_line_can_be_seen_on_light_and_dark():
+    card = re.search(
+        r"--card: light-dark\((#\w+), (#\w+)\)", files("consequent_lab.report").joinpath("page.css").read_text()
+    )
+    for hue in HUES:
+        for colour in (hue.strong, hue.soft):
+            assert contrast(colour.light, card[1]) >= 3
+            assert contrast(colour.dark, card[2]) >= 3
+        assert contrast(hue.strong.light, card[1]) > 1.15 * contrast(hue.soft.light, card[1])
+        assert contrast(hue.strong.dark, card[2]) > 1.15 * contrast(hue.soft.dark, card[2])
 
 
 def test_without_a_c_version_nothing_stands_back():

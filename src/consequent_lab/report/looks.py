@@ -52,11 +52,11 @@ class Stops:
     dark: tuple[str, ...]
 
 
-BLUE = Hue(Colour("#0072b2", "#58b2ee"), Colour("#5a9cc6", "#4682ad"))
-VERMILION = Hue(Colour("#d55e00", "#ff8f45"), Colour("#df9059", "#b06a3b"))
-GREEN = Hue(Colour("#009e73", "#30cc9c"), Colour("#57b397", "#338f73"))
-PURPLE = Hue(Colour("#a8478c", "#ee92cb"), Colour("#c688b3", "#a4658d"))
-YELLOW = Hue(Colour("#b98500", "#edc14a"), Colour("#cfab52", "#a3873a"))
+BLUE = Hue(Colour("#0072b2", "#58b2ee"), Colour("#4f94c1", "#4682ad"))
+VERMILION = Hue(Colour("#d55e00", "#ff8f45"), Colour("#d67f43", "#b06a3b"))
+GREEN = Hue(Colour("#00805c", "#30cc9c"), Colour("#3aa283", "#338f73"))
+PURPLE = Hue(Colour("#a8478c", "#ee92cb"), Colour("#c07cab", "#a4658d"))
+YELLOW = Hue(Colour("#8f6600", "#edc14a"), Colour("#b08c36", "#a3873a"))
 GREY = Hue(Colour("#4d5562", "#d3d9e3"), Colour("#8b93a1", "#8b93a1"))
 
 HUES = (BLUE, VERMILION, GREEN, PURPLE, YELLOW, GREY)
@@ -108,6 +108,16 @@ class Contestant:
         if any(family in rest.lower() for family in FAMILIES):  # a number after it is its learning rate
             rest = re.sub(r"[\s,(]*((learning rate|lr|μ)[\s=]*)?\d[\d.e-]*\)?$", "", rest)
         return cls(rest.strip() or group, prefixes > 0, norms > 0)
+
+
+def dashes(look: Look, style: str) -> tuple[float, ...]:
+    """Returns the lengths on and off of a curve's line, in widths of it; none for a solid one.
+
+    Args:
+        look: of its group.
+        style: of the series; a dashed one is never solid.
+    """
+    return DASHES["dash" if style == "dashed" and look.dash == "solid" else look.dash]
 
 
 def group_of(series: Series) -> str:

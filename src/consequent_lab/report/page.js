@@ -5,7 +5,6 @@
 
 const root = document.documentElement;
 const INTERFACE_FONT = getComputedStyle(root).getPropertyValue("--interface");
-const DASHES_OF_STYLE = { dashed: "dash" };
 const coarsePointer = matchMedia("(pointer: coarse)");
 const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
 
@@ -175,7 +174,7 @@ class Figure {
         line: {
           color: stroke,
           width: faint ? 1 : look.width,
-          dash: faint ? "solid" : DASHES_OF_STYLE[curve.style] ?? look.dash,
+          dash: curve.dash,
         },
         marker: {
           color: stroke,
@@ -208,7 +207,7 @@ class Figure {
         tickcolor: line,
         tickfont: { size: 12, color: quiet },
         automargin: true,
-        nticks: log ? Math.max(3, Math.floor(shown.decades / 0.75)) : 7, // every power of ten, or 1, 2, 5 if they are few
+        nticks: log ? Math.max(3, Math.floor(shown.decades / 0.7)) : 7, // every power of ten, or 1, 2, 5 if they are few
         ...(panel.contours && { range: [panel.contours[direction][0], panel.contours[direction].at(-1)] }),
       };
     };

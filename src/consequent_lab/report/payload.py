@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 from consequent_lab.paper.findings import Axis, Figure, Number, Panel
-from consequent_lab.report.looks import group_of, looks
-from consequent_lab.report.seeds import curves
+from consequent_lab.report.looks import Look, dashes, group_of, looks
+from consequent_lab.report.seeds import Curve, curves
 
 DIGITS = 7  # far more than a screen shows; float64's seventeen would double the size of the page
 
@@ -15,11 +15,10 @@ DIGITS = 7  # far more than a screen shows; float64's seventeen would double the
 def payload(figure: Figure) -> dict[str, Any]:
     """Returns a figure as what JSON can say. Groups are numbered in the order of the legend."""
     appearance = looks(figure)
-    numbers = {group: number for number, group in enumerate(appearance)}
     return {
         "name": figure.name,
         "looks": [asdict(look) for look in appearance.values()],
-        "panels": [_panel(panel, numbers) for panel in figure.panels],
+        "panels": [_panel(panel, appearance) for panel in figure.panels],
     }
 
 
@@ -69,7 +68,8 @@ def _extent(values: Sequence[Number]) -> float:
     return max(present, default=0.0) - min(present, default=0.0)
 
 
-def _panel(panel: Panel, numbers: dict[str, int]) -> dict[str, Any]:
+def _panel(panel: Panel, appearance: dict[str, Look]) -> dict[str, Any]:
+    numbers = {group: number for number, group in enumerate(appearance)}
     shown = [axis.column for axis in (*panel.x, *panel.y)]
     return {
         "x": [_axis(axis, panel) for axis in panel.x],
@@ -84,11 +84,18 @@ def _panel(panel: Panel, numbers: dict[str, int]) -> dict[str, Any]:
                 "group": numbers[group_of(curve.series)],
                 "style": curve.series.style,
                 "role": curve.role,
+                "dash": _dash(curve, appearance[group_of(curve.series)]),
                 "columns": {name: _rounded_all(curve.series.columns[name]) for name in shown},
             }
             for curve in curves(panel)
         ],
     }
+
+
+def _dash(curve: Curve, look: Look) -> str:
+    """Returns the dashes as plotly wants them; thin lines are solid."""
+    lengths = () if curve.role == "one of several" else dashes(look, curve.series.style)
+    return ",".join(f"{length * look.width:.1f}px" for length in lengths) or "solid"
 
 
 def _axis(axis: Axis, panel: Panel) -> dict[str, Any]:

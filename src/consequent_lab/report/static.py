@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from consequent_lab.figures import FAINT, INK
 from consequent_lab.paper.findings import Axis, Contours, Figure, Panel
 from consequent_lab.records import write_atomically
-from consequent_lab.report.looks import DASHES, Look, group_of, looks
+from consequent_lab.report.looks import Look, dashes, group_of, looks
 from consequent_lab.report.payload import aspect, choices, columns_of
 from consequent_lab.report.seeds import Curve, curves
 
@@ -140,7 +140,7 @@ def _draw_curve(axes: Axes, curve: Curve, x: Axis, y: Axis, look: Look) -> None:
         _numbers(curve.series.columns[y.column]),
         color=look.colour.light,
         linewidth=0.6 if faint else POINTS_PER_PIXEL * look.width,
-        linestyle="none" if style == "markers" else "-" if faint else _dashes(look, forced=style == "dashed"),
+        linestyle="none" if style == "markers" else "-" if faint else _linestyle(look, style),
         alpha=0.4 if faint else 1.0,
         marker=SYMBOLS[look.symbol] if with_markers else None,
         markersize=6 if style == "markers" else 3,
@@ -173,9 +173,9 @@ def _scale(axis: Any, log: bool) -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def _dashes(look: Look, *, forced: bool) -> Any:
-    pattern = DASHES["dash" if forced and look.dash == "solid" else look.dash]
-    return (0, pattern) if pattern else "-"
+def _linestyle(look: Look, style: str = "line") -> Any:
+    lengths = dashes(look, style)
+    return (0, lengths) if lengths else "-"
 
 
 def _legend_entry(group: str, look: Look) -> Line2D:
@@ -185,7 +185,7 @@ def _legend_entry(group: str, look: Look) -> Line2D:
         label=_text(group),
         color=look.colour.light,
         linewidth=POINTS_PER_PIXEL * look.width,
-        linestyle="none" if look.points_only else _dashes(look, forced=False),
+        linestyle="none" if look.points_only else _linestyle(look),
         marker=SYMBOLS[look.symbol] if look.points_only else None,
         markersize=6,
         markeredgewidth=1.6 if look.symbol == "x" else 0,
