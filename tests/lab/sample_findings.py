@@ -5,7 +5,7 @@ import random
 
 from consequent_lab.paper.findings import Axis, Contours, Figure, Finding, Panel, Series, Statement, Table
 
-HOSTILE = "<script>alert('x')</script> & \"quotes\" %{x} $5 $6"
+HOSTILE = "<b>b</b> &lt; <script>alert('x')</script> & \"quotes\" %{x} $5 $6"
 BY_LOSS = [Axis("loss", "training loss", log=True), Axis("accuracy", "training accuracy")]
 BY_ITERATION = [Axis("iteration", "iterations"), Axis("seconds", "seconds")]
 CONTESTANTS = (
