@@ -83,7 +83,7 @@ def _drawn(figure: Figure, chosen: set[str]) -> Canvas:
     rows = math.ceil(len(figure.panels) / columns)
     width, height = {1: (5.6, 3.4), 2: (3.9, 3.1)}.get(columns, (3.0, 2.75))
     if all(panel.equal_scales for panel in figure.panels):
-        height = 0.4 + width / min(aspect(panel) for panel in figure.panels)
+        height = 0.3 + 0.9 * width / min(aspect(panel) for panel in figure.panels)
     canvas = Canvas(figsize=(width * columns, height * rows + 0.75), layout="constrained")
     FigureCanvasAgg(canvas)
     grid = canvas.subplots(rows, columns, squeeze=False).ravel()
