@@ -40,7 +40,7 @@ freeze: $(DEV)  ## Rewrite constraints.txt from .venv (see its first lines).
 	@mv constraints.txt.new constraints.txt
 
 clean:  ## Remove caches and outputs; .venv stays.
-	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo.png demo.json
+	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo.png demo.json report.html
 	@find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean  ## Remove .venv as well.

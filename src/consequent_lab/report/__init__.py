@@ -1,0 +1,1 @@
+"""From findings to what people look at: one self-contained page, and static figures."""

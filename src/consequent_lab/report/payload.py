@@ -1,0 +1,125 @@
+"""A figure as the data that the page's script draws from."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+from consequent_lab.paper.findings import Axis, Figure, Number, Panel
+from consequent_lab.report.looks import Look, dashes, group_of, looks
+from consequent_lab.report.seeds import Curve, curves
+
+DIGITS = 7  # far more than a screen shows; float64's seventeen would double the size of the page
+
+
+def payload(figure: Figure) -> dict[str, Any]:
+    """Returns a figure as what JSON can say. Groups are numbered in the order of the legend."""
+    appearance = looks(figure)
+    return {
+        "name": figure.name,
+        "looks": [asdict(look) for look in appearance.values()],
+        "panels": [_panel(panel, appearance) for panel in figure.panels],
+    }
+
+
+def choices(panels: list[Panel], direction: Literal["x", "y"]) -> list[list[Axis]]:
+    """Returns the axes among which a reader can choose in this direction, a list for each choice.
+
+    Panels with an axis in common share a choice; panels with but one axis leave none.
+    """
+    found: list[dict[str, Axis]] = []
+    for panel in panels:
+        offered = {axis.column: axis for axis in (panel.x if direction == "x" else panel.y)}
+        if len(offered) < 2:
+            continue
+        shared = [choice for choice in found if choice.keys() & offered.keys()]
+        for choice in shared[1:]:  # this panel connects them
+            found.remove(choice)
+        if shared:
+            shared[0].update({column: axis for choice in (*shared, offered) for column, axis in choice.items()})
+        else:
+            found.append(offered)
+    return [list(choice.values()) for choice in found]
+
+
+def columns_of(panels: int) -> int:
+    """Returns how many panels stand side by side where there is room.
+
+    >>> [columns_of(panels) for panels in range(1, 8)]
+    [1, 2, 3, 2, 3, 3, 3]
+    """
+    return 2 if panels == 4 else min(panels, 3)
+
+
+def aspect(panel: Panel) -> float:
+    """Returns width ÷ height for a panel with equal scales: as its contours or curves have it, within limits."""
+    if panel.contours:
+        width, height = (_extent(side) for side in (panel.contours.x, panel.contours.y))
+    else:
+        width, height = (
+            _extent([value for series in panel.series for value in series.columns[axes[0].column]])
+            for axes in (panel.x, panel.y)
+        )
+    return round(min(1.8, max(0.6, width / (1.15 * height))), 3) if height else 1.0  # the axes' numbers need room, too
+
+
+def _extent(values: Sequence[Number]) -> float:
+    present = [value for value in values if value is not None]
+    return max(present, default=0.0) - min(present, default=0.0)
+
+
+def _panel(panel: Panel, appearance: dict[str, Look]) -> dict[str, Any]:
+    numbers = {group: number for number, group in enumerate(appearance)}
+    shown = [axis.column for axis in (*panel.x, *panel.y)]
+    return {
+        "x": [_axis(axis, panel) for axis in panel.x],
+        "y": [_axis(axis, panel) for axis in panel.y],
+        "equalScales": panel.equal_scales,
+        "contours": {name: _rounded_all(values) for name, values in asdict(panel.contours).items()}
+        if panel.contours
+        else None,
+        "curves": [
+            {
+                "label": curve.series.label,
+                "group": numbers[group_of(curve.series)],
+                "style": curve.series.style,
+                "role": curve.role,
+                "dash": _dash(curve, appearance[group_of(curve.series)]),
+                "columns": {name: _rounded_all(curve.series.columns[name]) for name in shown},
+            }
+            for curve in curves(panel)
+        ],
+    }
+
+
+def _dash(curve: Curve, look: Look) -> str:
+    """Returns the dashes as plotly wants them; thin lines are solid."""
+    lengths = () if curve.role == "one of several" else dashes(look, curve.series.style)
+    return ",".join(f"{length * look.width:.1f}px" for length in lengths) or "solid"
+
+
+def _axis(axis: Axis, panel: Panel) -> dict[str, Any]:
+    values = [value for series in panel.series for value in series.columns[axis.column] if value is not None]
+    positive = [value for value in values if value > 0]
+    return {
+        **asdict(axis),
+        "hasLog": bool(positive) and min(values) >= 0,
+        "decades": math.log10(max(positive) / min(positive)) if positive else 0,
+    }
+
+
+def _rounded_all(values: list[Any]) -> list[Any]:
+    return [_rounded_all(value) if isinstance(value, list) else rounded(value) for value in values]
+
+
+def rounded(value: Number) -> Number:
+    """Returns the number with seven digits; whole ones without a decimal point.
+
+    >>> rounded(0.123456789), rounded(40000.0), rounded(None)
+    (0.1234568, 40000, None)
+    """
+    if value is None:
+        return None
+    if float(value).is_integer() and abs(value) < 1e15:
+        return int(value)
+    return float(f"{value:.{DIGITS}g}")

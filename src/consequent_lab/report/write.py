@@ -1,0 +1,30 @@
+"""Everything that a report consists of, written to disk."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from consequent_lab.paper.findings import Finding
+from consequent_lab.records import write_atomically
+from consequent_lab.report.check import checked
+from consequent_lab.report.page import page
+from consequent_lab.report.static import draw
+
+
+def write_report(findings: Sequence[Finding], output: Path, figures: Path) -> list[Path]:
+    """Writes the page and the static figures.
+
+    Args:
+        findings: what the experiments found.
+        output: the page.
+        figures: the folder of the static figures.
+
+    Returns:
+        The files of the static figures.
+    """
+    good = checked(findings)
+    if not good:
+        raise ValueError("there is nothing to report: no experiment was asked for")
+    text = page(good)
+    written = [path for finding in good for figure in finding.figures for path in draw(figure, figures)]
+    write_atomically(output, lambda file: file.write(text.encode()))
+    return written

@@ -1,0 +1,41 @@
+"""`consequent report`: what the experiments found, as one page and as static figures."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Report:
+    """Make a page of the paper's experiments from their runs: figures, statements, verdicts, tables.
+
+    The page is one file that opens from disk and loads nothing. Runs may come from another machine.
+    """
+
+    runs: tuple[Path, ...] = (Path("runs"),)
+    """Folders with runs of `consequent reproduce`; of a run that is in several, the first counts."""
+    output: Path = Path("report.html")
+    """The page."""
+    figures: Path = Path("figures")
+    """Where the figures go as PNG and SVG."""
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ValueError("--runs needs at least one folder")
+        if self.output.suffix not in (".html", ".htm"):
+            raise ValueError(f"--output must end in .html, got {self.output}")
+        if self.figures.exists() and not self.figures.is_dir():
+            raise ValueError(f"--figures must be a folder, and {self.figures} is a file")
+
+    def run(self) -> None:
+        """Writes the page and the figures."""
+        from consequent_lab.display import console
+        from consequent_lab.paper.experiments import experiments, find
+        from consequent_lab.report.write import write_report
+
+        for folder in self.runs:
+            if not folder.is_dir():
+                raise ValueError(f"--runs {folder}: no such folder; make the runs with `consequent reproduce all`")
+        written = write_report(find(list(experiments()), *self.runs), self.output, self.figures)
+        screen = console()
+        screen.print(f"Page: {self.output} ({self.output.stat().st_size / 1e6:.1f} MB)", markup=False, soft_wrap=True)
+        screen.print(f"Figures: {len(written)} files in {self.figures}", markup=False, soft_wrap=True)
