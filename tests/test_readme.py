@@ -89,3 +89,18 @@ def test_the_precision_table_is_in_results():
         kinds = ("float32", "tf32", "bfloat16")
         expected = [moment[which][kind] for kind in kinds for which in ("median_error", "largest_error")]
         assert [float(x) for x in errors] == pytest.approx(expected, rel=0.6)  # one digit is shown
+
+
+def test_the_tables_of_kernels_and_growth_are_in_results():
+    page = (ROOT / "docs" / "speed.md").read_text()
+    for kernel in json.loads((ROOT / "results" / "roofline-h200.json").read_text())["kernels"]:
+        values = [kernel[name] for name in ("microseconds", "gigaflop", "megabytes", "floor_microseconds")]
+        assert f"| {kernel['what']} | {' | '.join(f'{value:g}' for value in values)} |" in page
+    curves = json.loads((ROOT / "results" / "scaling-h200.json").read_text())["curves"]
+    rows = re.findall(r"^\| .* \| ([\d,]+) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$", page, re.M)
+    assert len(rows) == len(curves)
+    for row, curve in zip(rows, curves, strict=True):
+        largest, exponents = curve["points"][-1], curve["exponents"]
+        expected = [largest["size"], largest["plain"]["median"], largest["ours"]["median"]]
+        expected += [exponents["plain"], exponents["correction"], curve["predicted_exponent"]]
+        assert [float(value.replace(",", "")) for value in row] == pytest.approx(expected, rel=0.01, abs=0.006)
