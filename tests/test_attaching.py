@@ -1,6 +1,7 @@
 """Attaching, detaching, and the arguments that are refused."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -235,10 +236,16 @@ def test_a_class_instead_of_an_optimizer():
         consequent.attach(torch.optim.SGD, make_model())
 
 
-def test_several_ranks_are_warned_of(monkeypatch):
+def test_ranks_that_nothing_connects_are_warned_of(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.warns(consequent.ConsequentWarning, match="4 ranks"):
-        consequent.attach(optimizer, model)
+    for options in ({}, {"across_ranks": False}):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        correction = consequent.attach(optimizer, model, **options)
+        half_squares(model(BATCHES[0])).backward()
+        expected = pytest.warns(consequent.ConsequentWarning, match="4 ranks") if not options else nullcontext()
+        with expected:
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="corrects alone"):
+            correction.communication()

@@ -43,6 +43,7 @@ class Ahead:
     """Groups of records whose moments are computed, and factorised, beside the backward pass."""
 
     def __init__(self) -> None:
+        self.factorises = True  # not where the moments of other ranks are still to be added
         self._groups: dict[torch.device, _Group] = {}
         self._busy: dict[torch.device, torch.cuda.Event] = {}  # devices, and when the forward pass was over there
 
@@ -95,7 +96,7 @@ class Ahead:
         for tensor in inputs:
             tensor.record_stream(summing)  # its memory is not used again before that is over
         factors: InverseFactor | None = None
-        if all(record.usual_uses == 1 for record in group.records):
+        if self.factorises and all(record.usual_uses == 1 for record in group.records):
             factorising.wait_stream(summing)
             with torch.cuda.stream(factorising):
                 level = group.damping.absolute_for(moments, group.records[0].rows)

@@ -48,9 +48,10 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def answers_at_once(tensor: Tensor) -> bool:
-    """Whether looking at the tensor's numbers makes nobody wait: true on the CPU, not on a GPU in full flight."""
-    return tensor.device.type == "cpu"
+def answers_at_once(place: Tensor | torch.device) -> bool:
+    """Whether looking at numbers there makes nobody wait: true on the CPU, not on a GPU in full flight."""
+    device = place if isinstance(place, torch.device) else place.device
+    return device.type == "cpu"
 
 
 def graph_is_being_captured() -> bool:

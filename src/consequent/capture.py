@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from consequent import layers
 from consequent.ahead import Ahead
 from consequent.autograd import after_backward, backward_pass_id
+from consequent.dtensor import is_sharded
 from consequent.hooks import EntryHook, LayerHook, drop_inert_hooks
 from consequent.layers import Layer
 from consequent.record import Entry, Record, Use
@@ -43,6 +44,8 @@ class Capture:
         self.is_installed = True
         self.layers: dict[str, Layer] = {}
         self.names: dict[nn.Module, str] = {}
+        self.is_shared_out = False  # with other ranks, whose inputs are still to come at the step
+        self._sharded: dict[Layer, tuple[Tensor, Tensor | None]] = {}  # what the optimiser holds of sharded layers
         self._containers: set[nn.Module] = set()
         self._open_entries: list[tuple[nn.Module, Entry | None]] = []
         self._without_graph: dict[Layer, deque[Entry]] = {}
@@ -53,12 +56,15 @@ class Capture:
 
     def extend(self, named_layers: Mapping[str, Layer]) -> None:
         """Hook into the layers that are not hooked yet, and forget those that are gone."""
+        self.notice_shards(named_layers)
         for layer in set(named_layers.values()) - set(self.layers.values()):
             drop_inert_hooks(layer)
             hook = LayerHook(self, layer)
-            self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
+            # The hook of fully_shard takes the whole weight away again: be there before it.
+            first = layer in self._sharded
+            self._handles.append(layer.register_forward_hook(hook, with_kwargs=True, prepend=first))
         self.layers = dict(named_layers)
-        weights = {layer.weight for layer in self.layers.values()}
+        weights = {self.parameters_of(layer)[0] for layer in self.layers.values()}
         self.records = {weight: record for weight, record in self.records.items() if weight in weights}
         self.names = {layer: name for name, layer in named_layers.items()}
         self.misbehaving = {layer: reason for layer, reason in self.misbehaving.items() if layer in self.names}
@@ -68,6 +74,21 @@ class Capture:
             self._handles.append(container.register_forward_pre_hook(enter, with_kwargs=True))
             self._handles.append(container.register_forward_hook(leave, with_kwargs=True, always_call=True))
             self._containers.add(container)
+
+    def notice_shards(self, named_layers: Mapping[str, Layer]) -> None:
+        """Remember the sharded parameters of layers: during a forward pass others stand in their place."""
+        for layer in named_layers.values():
+            if is_sharded(layer.weight):
+                self._sharded[layer] = layer.weight, layer.bias
+
+    def parameters_of(self, layer: Layer) -> tuple[Tensor, Tensor | None]:
+        """The layer's weight and bias as the optimiser holds them."""
+        return self._sharded.get(layer) or (layer.weight, layer.bias)
+
+    def share_out(self) -> None:
+        """From now on other ranks' inputs join in at the step."""
+        self.is_shared_out = True
+        self._ahead.factorises = False
 
     def remove(self) -> None:
         """Take all hooks off the model and forget everything."""
@@ -144,7 +165,7 @@ class Capture:
         now = backward_pass_id()
         if now not in self._running:
             self._running[now] = []
-            after_backward(lambda: self._mark_gradients(now))
+            after_backward(lambda: self._backward_pass_ended(now))
         if record.backward_pass != now:
             # A pass may run inside another (reentrant checkpointing): the outer one's uses are not in .grad yet.
             if record.backward_pass not in self._running:
@@ -155,12 +176,18 @@ class Capture:
             self._ahead.join()  # an earlier use may be waiting to be reduced, or being reduced
         record.add(use, output_grad.detach())
         damping = self.damping_of(use.key)
-        if not record.uses or record.rows < record.columns or damping.value == 0:
+        if not record.uses or record.rows < record.columns or damping.value == 0 or record.keeps_inputs:
             return
         if not self.keep_rows and self._ahead.takes(record):
             self._ahead.add(record, damping)
         else:
             record.reduce(keep_rows=self.keep_rows)
+
+    def _backward_pass_ended(self, backward_pass: int) -> None:
+        if self.is_shared_out:  # wrappers reduce the gradients in callbacks of their own: be behind them
+            after_backward(lambda: self._mark_gradients(backward_pass))
+        else:
+            self._mark_gradients(backward_pass)
 
     def _mark_gradients(self, backward_pass: int) -> None:
         self._ahead.join()

@@ -2,9 +2,10 @@
 
 import weakref
 from dataclasses import asdict
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -13,15 +14,27 @@ from consequent.capture import Capture
 from consequent.checks import check_damping
 from consequent.counters import Counters
 from consequent.describe import describe
+from consequent.exchange import Exchange
 from consequent.foresight import Foresight
 from consequent.groups import Groups
-from consequent.guards import check_optimizer, refuse_uncaptured, warn_of_ranks
+from consequent.guards import check_optimizer, refuse_uncaptured
 from consequent.layers import Layer
 from consequent.precision import in_full_precision
+from consequent.ranks import (
+    Ranks,
+    check_process_group,
+    group_of_model,
+    group_of_running_wrapper,
+    several_are_running,
+)
 from consequent.reports import Reports
 from consequent.rewrite import Rewriter
 from consequent.selection import Patterns, listed, select_layers
 from consequent.settings import Damping, LossReduction, Options, check_loss_reduction
+from consequent.traffic import Traffic
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["Consequentialism", "attach"]
 
@@ -78,6 +91,11 @@ class Consequentialism:
         exclude: which to leave out, likewise.
         check: raise on NaN, inf or a failed factorisation instead of counting it. On a GPU this waits for the device.
         foresight: keep what :meth:`foresight` needs. Costs memory and time.
+        process_group: the ranks that train this model together, whose inputs are all taken into account. None: those
+            of the ``DistributedDataParallel`` around the model (it may be attached before or after it is wrapped, with
+            either object) or of ``fully_shard``; without such a wrapper this process is alone.
+        across_ranks: False is another algorithm, whose result depends on the number of ranks: this process corrects
+            with its own inputs only. For a model that is not wrapped, and trained apart from the other ranks' models.
     """
 
     def __init__(
@@ -91,10 +109,17 @@ class Consequentialism:
         exclude: Patterns = (),
         check: bool = False,
         foresight: bool = False,
+        process_group: "ProcessGroup | None" = None,
+        across_ranks: bool = True,
     ) -> None:
         default = _default_damping(damping, relative_damping)
         check_loss_reduction(loss_reduction)
+        if process_group is not None:
+            check_process_group(process_group)
+            if not across_ranks:
+                raise ValueError("process_group names ranks, and across_ranks=False says to ignore them: give one")
         self.model = model
+        self.across_ranks = across_ranks
         self._damping = damping  # what applies once relative_damping is set to None
         self.loss_reduction = loss_reduction
         self.include = None if include is None else listed(include, "include")
@@ -106,17 +131,20 @@ class Consequentialism:
         self._withheld: list[tuple[Tensor, Tensor]] = []  # gradients kept from the optimiser while it steps
         self._skip_next = False  # the gradients now in .grad hold NaN or inf
         self._foresight: Foresight | None = None
-        selection = select_layers(model, self.include, self.exclude)
+        self._inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        selection = select_layers(self._inner, self.include, self.exclude)
         self._plain = selection.plain
         self._capture = Capture(
-            model,
+            self._inner,
             selection.corrected,
             wants=self._groups.owns,
             damping_of=self._groups.damping_of,
             keep_rows=foresight,
-            before_entry=self._notice_new_parameters,
+            before_entry=self._before_entry,
         )
         self._rewriter = Rewriter(self._capture, self._groups, self._reports, foresight=foresight)
+        if process_group is not None:
+            self._share_out(process_group)
         _LIVE.add(self)
 
     # ---- attaching ----------------------------------------------------------------------------------------------
@@ -140,7 +168,7 @@ class Consequentialism:
                 f"this {type(optimizer).__name__} is attached to these layers already: they would be corrected twice. "
                 "Keep the first correction, or detach() it."
             )
-        warn_of_ranks()
+        self._capture.notice_shards(self._capture.layers)
         self._groups.take(optimizer, when_gone=self._capture.remove)  # its hooks on the model go with it
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -173,7 +201,7 @@ class Consequentialism:
                 "the optimiser this was attached to no longer exists; keep a reference to it: "
                 "optimizer = …; consequent.attach(optimizer, model)"
             )
-        if not self._capture.filled_records():
+        if not self._rewriter.has_work(self._other_captures()):
             raise RuntimeError(
                 "there is nothing to correct: no backward pass went through the model since the last step or "
                 "zero_grad(). Call loss.backward() first."
@@ -213,7 +241,7 @@ class Consequentialism:
 
     def _correct_or_withhold(self) -> None:
         self._notice_new_parameters()
-        if self._capture.filled_records():
+        if self._rewriter.has_work(self._other_captures()):
             must_skip = not self._correct()
         else:
             must_skip = self._skip_next
@@ -231,8 +259,55 @@ class Consequentialism:
     def _correct(self) -> bool:
         """Rewrite the gradients. False if the step must not be taken; then nothing was rewritten."""
         self._skip_next = False
-        others = [correction._capture for correction in _LIVE if correction is not self]
-        return self._rewriter.rewrite(self.loss_reduction, others)
+        self._warn_of_ranks_left_out()
+        return self._rewriter.rewrite(self.loss_reduction)
+
+    def _other_captures(self) -> list[Capture]:
+        return [correction._capture for correction in _LIVE if correction is not self]
+
+    # ---- ranks --------------------------------------------------------------------------------------------------
+
+    def _before_entry(self) -> None:
+        """Samples are about to enter the model."""
+        self._notice_new_parameters()
+        if self._rewriter.exchange is None and self.across_ranks and several_are_running():
+            weight = next(iter(self._capture.layers.values())).weight
+            group = group_of_model(self.model) or group_of_running_wrapper(weight)
+            if group is not None:
+                self._share_out(group)
+
+    def _share_out(self, group: "ProcessGroup") -> None:
+        """Train together with the ranks of this group from now on."""
+        ranks = Ranks(group)
+        if ranks.size == 1:
+            return
+        if self.keeps_foresight:
+            raise RuntimeError(
+                f"foresight=True looks at the samples of one process, and {ranks.size} ranks train together: "
+                "leave it out, or look at a model on one rank"
+            )
+        self._capture.share_out()
+        self._rewriter.exchange = Exchange(self._capture, ranks, self._groups.damping_of, self._agreed_settings)
+
+    def _agreed_settings(self) -> dict[str, str]:
+        reduction = "a function" if callable(self.loss_reduction) else repr(self.loss_reduction)
+        return {"loss_reduction": reduction, "check": str(self.check)}
+
+    def _warn_of_ranks_left_out(self) -> None:
+        if self.across_ranks and self._rewriter.exchange is None and several_are_running():
+            self._reports.ranks_left_out(dist.get_world_size())
+
+    def communication(self) -> Traffic:
+        """What crosses ranks: for each layer of the last step what was sent, and what else could have been.
+
+        Printing it shows a table.
+        """
+        if self._rewriter.exchange is None:
+            raise RuntimeError(
+                "this process corrects alone: the model was not called inside of a DistributedDataParallel yet, is not "
+                "sharded by fully_shard, and no process_group was given"
+            )
+        return self._rewriter.exchange.ranks.traffic
 
     # ---- settings -----------------------------------------------------------------------------------------------
 
@@ -275,12 +350,13 @@ class Consequentialism:
         self._reports.check = check
 
     def _layer_parameters(self) -> set[Tensor]:
-        return {p for layer in self._capture.layers.values() for p in layer.parameters(recurse=False)}
+        found = [p for layer in self._capture.layers.values() for p in self._capture.parameters_of(layer)]
+        return {p for p in found if p is not None}
 
     def _notice_new_parameters(self) -> None:
         """Before samples enter the model and before a step: a group was added, a layer replaced, a state loaded?"""
         if self._groups.read_again():
-            selection = select_layers(self.model, self.include, self.exclude)
+            selection = select_layers(self._inner, self.include, self.exclude)
             self._plain = selection.plain
             self._capture.extend(selection.corrected)
 
@@ -318,7 +394,7 @@ class Consequentialism:
         """The modules that keep their plain gradient, by name, and why."""
         reasons = dict(self._plain)
         for name, layer in self._capture.layers.items():
-            parameters = list(layer.parameters(recurse=False))
+            parameters = [p for p in self._capture.parameters_of(layer) if p is not None]
             if layer in self._capture.misbehaving:
                 reasons[name] = self._capture.misbehaving[layer]
             elif name in self._rewriter.uncaptured:

@@ -1,15 +1,14 @@
 """Refusing what would be silently wrong: gradients that no backward pass explains, or that were corrected before."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 
-import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from consequent.autograd import graph_is_being_captured
 from consequent.capture import Capture
-from consequent.errors import CAPTURED_TOO_EARLY, ConsequentWarning
+from consequent.dtensor import local
+from consequent.errors import CAPTURED_TOO_EARLY
 from consequent.record import Record
 from consequent.reports import shown
 
@@ -27,18 +26,6 @@ def check_optimizer(optimizer: object) -> None:
         raise TypeError(
             "LBFGS cannot be made consequentialist: its line search and its curvature estimate need the gradient of "
             "the loss, and a corrected gradient is not one. Use SGD, Adam or another first-order optimiser."
-        )
-
-
-def warn_of_ranks() -> None:
-    """One process is all that is supported: another rank's inputs would be missing."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        warnings.warn(
-            f"{distributed.get_world_size()} ranks are training together: each of them corrects with its own inputs "
-            "only, which is another algorithm and depends on the number of ranks",
-            ConsequentWarning,
-            stacklevel=4,
         )
 
 
@@ -66,13 +53,23 @@ def refuse_capture_before_first_step(records: Iterable[Record]) -> None:
         raise RuntimeError(CAPTURED_TOO_EARLY)
 
 
+def refuse_capture_of_ranks() -> None:
+    """Raise if a CUDA graph is being captured: at every step the hosts of all ranks tell each other what they have."""
+    if graph_is_being_captured():
+        raise RuntimeError(
+            "a step of several ranks cannot be captured in a CUDA graph: their hosts talk to each other at every step. "
+            "Capture the forward and backward pass, and call optimizer.step() outside of the graph."
+        )
+
+
 def refuse_uncaptured(capture: Capture, owns: Callable[[Tensor], bool]) -> None:
     """Raise if there are gradients although no backward pass was seen, unless they were corrected before."""
     for name, layer in capture.layers.items():
         if layer in capture.misbehaving:
             continue
-        record = capture.records.get(layer.weight)
-        for parameter in layer.parameters(recurse=False):
+        weight, bias = capture.parameters_of(layer)
+        record = capture.records.get(weight)
+        for parameter in (weight,) if bias is None else (weight, bias):
             if not has_gradient(parameter) or not owns(parameter):
                 continue
             if record is None or not record.was_corrected(parameter):
@@ -88,7 +85,7 @@ def uncaptured_layers(records: Iterable[Record], capture: Capture, owns: Callabl
     """Names of layers that got a gradient in a way their hooks never saw."""
     seen = {record.weight for record in records}
     for name, layer in capture.layers.items():
-        weight = layer.weight
+        weight, _ = capture.parameters_of(layer)
         if weight in seen or layer in capture.misbehaving or not owns(weight) or not has_gradient(weight):
             continue
         record = capture.records.get(weight)
@@ -98,4 +95,4 @@ def uncaptured_layers(records: Iterable[Record], capture: Capture, owns: Callabl
 
 def has_gradient(parameter: Tensor) -> bool:
     """Whether there is a gradient that is not all zeros, as ``zero_grad(set_to_none=False)`` leaves it."""
-    return parameter.grad is not None and bool(parameter.grad.any())
+    return parameter.grad is not None and bool(local(parameter.grad).any())

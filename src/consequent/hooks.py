@@ -99,10 +99,13 @@ class LayerHook(_Uncopyable):
         if reason is not None:
             self.capture.misbehaving[module] = reason
             return
+        # The leaves of the graph are the optimiser's own parameters, unless those are sharded: then they are put
+        # together for the forward and the backward pass only.
+        held_weight, held_bias = self.capture.parameters_of(self.layer)
         weight, bias = _trainable(self.layer, "weight"), _trainable(self.layer, "bias")
-        if weight is not None and not self.capture.wants(weight):
+        if weight is not None and not self.capture.wants(held_weight):
             weight = None
-        if bias is not None and not self.capture.wants(bias):
+        if bias is not None and (held_bias is None or not self.capture.wants(held_bias)):
             bias = None
         if weight is None and bias is None:
             return
@@ -110,8 +113,8 @@ class LayerHook(_Uncopyable):
             inputs = inputs.to(output.dtype)  # autocast did the same: this is what met the weight
         use = Use(
             layer=self.layer,
-            weight=self.layer.weight,
-            bias=bias,
+            weight=held_weight,
+            bias=None if bias is None else held_bias,
             trains_weight=weight is not None,
             entry=self.capture.entry_for(self.layer, inputs),
             rows=layers.count_rows(self.layer, output),

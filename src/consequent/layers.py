@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from consequent.dtensor import is_sharded
 from consequent.patches import pad_sides, patch_rows, positions
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -94,7 +95,10 @@ def weight_gradient(layer: Layer, inputs: Tensor, output_grad: Tensor) -> Tensor
     """``ΔZᵀX`` in the shape of the weight, in float32 or better: what backpropagation computes."""
     dtype = torch.promote_types(output_grad.dtype, torch.float32)
     with torch.enable_grad():
-        weight = layer.weight.detach().to(dtype, copy=True).requires_grad_()
+        weight = layer.weight.detach()
+        if is_sharded(weight):  # its numbers do not matter
+            weight = inputs.new_zeros(weight.shape)
+        weight = weight.to(dtype, copy=True).requires_grad_()
         outputs = apply(layer, inputs.to(dtype), weight, None)
     (gradient,) = torch.autograd.grad(outputs, weight, output_grad.to(dtype))
     return gradient

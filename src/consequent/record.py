@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from consequent import layers
 from consequent.autograd import Kept, answers_at_once, graph_is_retained
+from consequent.dtensor import is_sharded, local
 from consequent.grad_mark import GradMark
 from consequent.inverse_factor import InverseFactor
 from consequent.layers import Layer
@@ -88,6 +89,9 @@ class Record:
     verified: bool = False  # the gradient was once compared with ΔZᵀX
     plain_gradient: Tensor | None = None  # ΔZᵀX for that comparison, where the rows are not kept
     squared_output_grads: Tensor | None = None  # ‖ΔZ‖², likewise
+    total_rows: int | None = None  # with other ranks' rows, once they are in the moment or in the uses
+    keeps_inputs: bool = False  # they are sent to other ranks, which costs less than to send their moment
+    stands_for: "Record | None" = None  # of a sharded weight, where this one is of this rank's part of it
 
     @property
     def layer(self) -> Layer:
@@ -110,6 +114,14 @@ class Record:
         return next((member.grad for member in self.members if member.grad is not None), None)
 
     @property
+    def accumulates_elsewhere(self) -> bool:
+        """Whether the gradient of a sharded weight waits, not reduced over ranks yet, in the wrapper's own memory.
+
+        Then ``.grad`` was empty after the last backward pass already.
+        """
+        return bool(self.accumulated) and is_sharded(self.weight) and all(m.tensor is None for _, m in self.accumulated)
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing was captured for the gradient in ``.grad``."""
         return not self.uses and not self.reduced
@@ -117,6 +129,8 @@ class Record:
     @property
     def rows(self) -> int:
         """Rows of all uses together."""
+        if self.total_rows is not None:
+            return self.total_rows
         return sum(use.rows for use in (*self.uses, *self.reduced))
 
     @property
@@ -133,7 +147,7 @@ class Record:
         """Forget all uses."""
         self.usual_uses = len(self.uses) + len(self.reduced) or self.usual_uses
         self.biases, self.uses, self.reduced, self.moment, self.factor = [], [], [], None, None
-        self.plain_gradient = self.squared_output_grads = None
+        self.plain_gradient = self.squared_output_grads = self.total_rows = None
         self.edited = self.accumulated_on_corrected = False
         self.accumulated, self.backward_pass = [], -1
 
@@ -146,15 +160,18 @@ class Record:
         if not self.is_empty:
             grad = self.grad  # the same one, unless requires_grad changed in between
         if grad is None:
-            self.clear()
+            if not self.accumulates_elsewhere:
+                self.clear()
         elif self.is_empty:
             marks = [mark for _, mark in self.corrected if mark.is_same_tensor(grad)]
             if marks:
-                self.accumulated_on_corrected = bool(grad.any()) if answers_at_once(grad) else marks[0].holds(grad)
+                looks = answers_at_once(grad)
+                self.accumulated_on_corrected = bool(local(grad).any()) if looks else marks[0].holds(grad)
             else:
                 self.edited = True
-        elif answers_at_once(grad) or not self.is_untouched():  # on a GPU, look only if there is a reason to
-            if not bool(grad.any()):
+        elif (answers_at_once(grad) and not is_sharded(grad)) or not self.is_untouched():
+            # On a GPU, look only if there is a reason to. This rank's part of a gradient may well be all zeros.
+            if not bool(local(grad).any()):
                 self.clear()
             elif not self.is_untouched():
                 self.edited = True
@@ -197,7 +214,9 @@ class Record:
             grow = size - self.moment.shape[-1]
             self.moment = nn.functional.pad(self.moment, (0, grow, 0, grow))
         for use in self.uses:
-            self._add_moment_of(use)
+            if use.inputs is not None and use.output_grad is not None and not self.verified:
+                self.add_plain_gradient(use, use.inputs, use.output_grad)
+            self.add_moment_of(use)
             if not keep_rows:
                 use.inputs = use.output_grad = None
         self.reduced += self.uses
@@ -222,15 +241,13 @@ class Record:
         self.reduced, self.uses = [*self.reduced, *self.uses], []
         self.moment, self.factor = moment, factor
 
-    def _add_moment_of(self, use: Use) -> None:
-        assert use.output_grad is not None
+    def add_moment_of(self, use: Use) -> None:
+        """Add the second moment of the use's inputs to that of the others."""
         columns, size = self.columns_of(use), self.columns
-        dtype, device = torch.promote_types(use.output_grad.dtype, torch.float32), use.output_grad.device
+        dtype, device = torch.promote_types(use.dtype, torch.float32), self.weight.device
         if use.inputs is None:  # only the bias is trained
             part = torch.full((layers.groups(use.layer), 1, 1), float(use.rows), dtype=dtype, device=device)
         else:
-            if not self.verified:
-                self.add_plain_gradient(use, use.inputs, use.output_grad)
             part = second_moment(use.layer, use.inputs, ones=use.bias is not None)
         if len(columns) == size and self.moment is None:
             self.moment = part

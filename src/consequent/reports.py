@@ -77,6 +77,15 @@ class Reports(Tally):
                 "the layer.",
             )
 
+    def ranks_left_out(self, size: int) -> None:
+        """There are other ranks, and nothing says that they train the same model."""
+        self._warn_once(
+            "ranks",
+            f"{size} ranks are running, but this model is in no DistributedDataParallel and not sharded: it is "
+            "corrected with this process's own inputs only. If the ranks train one model and average its gradients by "
+            "hand, pass process_group=torch.distributed.group.WORLD; if each trains its own, pass across_ranks=False.",
+        )
+
     def left_plain(self, name: str, reason: str) -> None:
         """A layer that was to be corrected keeps its plain gradient."""
         self._warn_once(f"plain {name}", f"{shown(name)} keeps its plain gradient: {reason}")

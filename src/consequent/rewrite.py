@@ -8,13 +8,21 @@ from torch import Tensor
 
 from consequent.autograd import answers_at_once
 from consequent.capture import Capture
+from consequent.dtensor import is_sharded, local
+from consequent.exchange import Exchange
 from consequent.foresight import Foresight, Watch
 from consequent.fused import FusedStep, fused_step_for
 from consequent.groups import Groups
-from consequent.guards import refuse_capture_before_first_step, refuse_corrected_before, uncaptured_layers
+from consequent.guards import (
+    refuse_capture_before_first_step,
+    refuse_capture_of_ranks,
+    refuse_corrected_before,
+    uncaptured_layers,
+)
 from consequent.record import Record
 from consequent.reports import Reports, shown
-from consequent.settings import LossReduction, loss_divisor
+from consequent.settings import Damping, LossReduction, loss_divisor
+from consequent.shards import hand_over, own_part
 from consequent.together import updates_together
 from consequent.update import Update, consequentialist_update
 
@@ -28,32 +36,55 @@ class Rewriter:
         self._reports = reports
         self._keeps_foresight = foresight
         self._watch: Watch | None = None
+        self.exchange: Exchange | None = None  # with the other ranks, once there are any
         self.samples: int | None = None  # N of the last step
         self.sides: dict[str, str] = {}  # on which each layer was solved last
         self.uncaptured: dict[str, str] = {}  # layers that got a gradient which no hook saw
 
-    def rewrite(self, loss_reduction: LossReduction, others: Iterable[Capture]) -> bool:
-        """Rewrite the gradients of all corrected layers.
+    def has_work(self, others: Iterable[Capture]) -> bool:
+        """Whether a backward pass was captured, on any rank, for the gradients now in ``.grad``.
+
+        All ranks ask this together. What must not be corrected is refused here, on all of them.
 
         Args:
-            loss_reduction: how the loss sums up over samples.
             others: captures of other corrections, which may have rewritten the same gradients.
-
-        Returns:
-            False if the step must not be taken; then nothing was rewritten.
         """
+        failure: Exception | None = None
         records = self._capture.filled_records()
         try:
             refuse_corrected_before(records, self._capture, others)
             refuse_capture_before_first_step(records)
+            if self.exchange is not None:
+                refuse_capture_of_ranks()
+        except RuntimeError as error:
+            self._capture.clear()
+            if self.exchange is None:
+                raise
+            failure = error  # first tell the others, who would wait
+        return bool(records) if self.exchange is None else self.exchange.open(failure)
+
+    def rewrite(self, loss_reduction: LossReduction) -> bool:
+        """Rewrite the gradients of all corrected layers; after :meth:`has_work` has said that there is something to do.
+
+        Args:
+            loss_reduction: how the loss sums up over samples.
+
+        Returns:
+            False if the step must not be taken; then nothing was rewritten.
+        """
+        try:
+            if self.exchange is None:
+                records, self.samples = self._capture.filled_records(), self._capture.samples()
+            else:
+                records, self.samples = self.exchange.complete(), self.exchange.samples
             self._list_uncaptured(records)
-            self.samples = self._capture.samples()
+            records = [part for record in records if (part := self._own_part(record)) is not None]
             divisor = loss_divisor(loss_reduction, self.samples)
             fused = self._fused_step(records, divisor)
             together = fused.sides if fused else {}
             updates = self._without_foreign(self._updates_of([r for r in records if r not in together]))
             finite = self._all_finite(updates, fused)
-            self._reports.add_step(records[0].weight.device)
+            self._reports.add_step(self._device)
             if finite is False:
                 return False
             for update in updates:
@@ -69,7 +100,11 @@ class Rewriter:
             if self._watch is not None:
                 self._watch.note_corrected()
             for record, parameters in written.items():
-                record.mark_corrected(parameters)
+                if record.stands_for is None:
+                    record.mark_corrected(parameters)
+                else:
+                    hand_over(record)
+                    record.stands_for.mark_corrected(record.stands_for.members)
             return True
         finally:
             self._capture.clear()
@@ -77,13 +112,21 @@ class Rewriter:
     def _name(self, record: Record) -> str:
         return self._capture.names[record.layer]
 
+    def _own_part(self, record: Record) -> Record | None:
+        """What of the record this rank corrects: all, unless the weight is sharded."""
+        return own_part(record) if is_sharded(record.weight) else record
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._capture.layers.values())).weight.device
+
     def _fused_step(self, records: list[Record], divisor: float) -> FusedStep | None:
         """All records that GPU kernels take together."""
-        fused = fused_step_for(records, may_wait=self._may_wait(records[0].weight))
+        fused = fused_step_for(records, may_wait=self._reports.check or answers_at_once(self._device))
         if fused is None or self._keeps_foresight:
             return None
         for record in records:
-            fused.take(record, self._groups.damping_of(record.first_use.key), divisor)
+            fused.take(record, self._damping_of(record), divisor)
         return fused if fused else None
 
     def _updates_of(self, records: list[Record]) -> list[Update]:
@@ -93,8 +136,10 @@ class Rewriter:
         return updates + [self._update_of(record) for record in records if record not in done]
 
     def _update_of(self, record: Record) -> Update:
-        damping = self._groups.damping_of(record.first_use.key)
-        return consequentialist_update(record, damping, may_wait=self._may_wait(record.weight))
+        return consequentialist_update(record, self._damping_of(record), may_wait=self._may_wait(record.weight))
+
+    def _damping_of(self, record: Record) -> Damping:
+        return self._groups.damping_of((record.stands_for or record).first_use.key)
 
     def _without_foreign(self, updates: list[Update]) -> list[Update]:
         """Layers with a forward of their own that, by their gradient, is no matrix product after all stay plain."""
@@ -106,25 +151,32 @@ class Rewriter:
 
     def _all_finite(self, updates: list[Update], fused: FusedStep | None) -> bool | Tensor:
         """Whether the step may be taken; on a GPU that is not waited for, a tensor (and plain gradients are zeroed)."""
-        corrected = {p for update in updates for p in update.record.members}
-        corrected |= {p for record in (fused.sides if fused else ()) for p in record.members}
-        plain = [p.grad for p in self._groups.parameters() if p.grad is not None and p not in corrected]
+        records = [*(update.record for update in updates), *(fused.sides if fused else ())]
+        corrected = {p for record in records for p in (record.stands_for or record).members}
+        plain = [local(p.grad) for p in self._groups.parameters() if p.grad is not None and p not in corrected]
         flags: list[tuple[str, bool | Tensor]]
         flags = [(shown(self._name(update.record)), update.finite) for update in updates]
         flags += [("a layer that is not corrected", flag) for flag in _are_finite(plain)]
         found_inf = getattr(self._groups.optimizer, "found_inf", None)  # a GradScaler's, with a fused optimiser
         bad = [name for name, flag in flags if self._may_wait(flag) and not flag]
+        ranks = None if self.exchange is None else self.exchange.ranks
+        may_wait = self._reports.check or answers_at_once(self._device)
+        if ranks is not None and may_wait and not ranks.is_true_everywhere(not bad):
+            bad = bad or ["a layer, on another rank"]
         if bad:
             if found_inf is None or not bool(found_inf):  # otherwise the scaler knows, and skips the step itself
                 self._reports.non_finite(list(dict.fromkeys(bad)))
             return False
         waiting = [flag for _, flag in flags if isinstance(flag, Tensor) and not self._may_wait(flag)]
-        if not waiting and fused is None:
+        if not waiting and fused is None and (ranks is None or may_wait):
             return True
         is_bad = None if fused is None else fused.prepare()
         if waiting:
             finite = torch.stack([flag.to(waiting[0].device) for flag in waiting]).all()
             is_bad = (~finite).int().view(1) if is_bad is None else is_bad.bitwise_or_(~finite)
+        if ranks is not None and not may_wait:
+            is_bad = torch.zeros(1, dtype=torch.int32, device=self._device) if is_bad is None else is_bad
+            ranks.spread(is_bad)
         assert is_bad is not None
         if found_inf is None:
             self._reports.add("skipped", is_bad)

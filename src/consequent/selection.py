@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from consequent.dtensor import why_not_by_rows
 from consequent.layers import LAYER_TYPES, Layer, groups, spatial_dims
 
 Pattern = type[nn.Module] | str | re.Pattern[str]
@@ -85,6 +86,9 @@ def _why_not(name: str, module: Layer, parent: nn.Module | None) -> str | None:
         raise ValueError(  # noqa: TRY004
             f"layer {name!r} is lazy and has no weight yet: run one forward pass before attaching"
         )
+    not_by_rows = why_not_by_rows(weight)
+    if not_by_rows is not None:
+        return not_by_rows
     if not weight.is_floating_point():
         return f"its weight is {weight.dtype}"
     if isinstance(parent, nn.MultiheadAttention):

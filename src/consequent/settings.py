@@ -3,13 +3,16 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from consequent.checks import check_damping
 from consequent.selection import Patterns
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 LossReduction = str | float | Callable[[int], float]
 
@@ -23,6 +26,8 @@ class Options(TypedDict, total=False):
     exclude: Patterns
     check: bool
     foresight: bool
+    process_group: "ProcessGroup | None"
+    across_ranks: bool
 
 
 @dataclass(frozen=True)

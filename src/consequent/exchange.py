@@ -1,0 +1,599 @@
+"""Between backward pass and correction: every rank's records become those of one process with all ranks' samples.
+
+After :meth:`Exchange.complete` a record holds either the sum of all ranks' second moments, or all ranks' rows, and the
+mathematics goes on as in one process. Each rank then comes to the same result, as each optimiser does after
+``DistributedDataParallel`` has averaged the gradients.
+
+The hosts first tell each other how many rows they have for each layer; what is sent after that, and on which side each
+layer is solved, follows from these numbers alone, so that all ranks do the same.
+"""
+
+import hashlib
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from consequent import layers
+from consequent.capture import Capture
+from consequent.layers import Layer
+from consequent.ranks import Ranks
+from consequent.record import Entry, Record, Use
+from consequent.reports import shown
+from consequent.settings import Damping
+from consequent.traffic import LayerTraffic, bytes_to_gather, bytes_to_sum, packed_length
+from consequent.triangle import packed, unpacked
+
+BUCKET = 25 * 2**20  # bytes that are sent together, as in DistributedDataParallel
+
+# What a rank has of a layer's inputs.
+NOTHING, MOMENT, ROWS, MISBEHAVES = range(4)
+
+
+class _Shape(NamedTuple):
+    """What must be known of another rank's tensors to unpack them: shapes without the samples, and the dtype."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    dtype: torch.dtype
+
+    def samples(self, layer: Layer, rows: int) -> int:
+        """How many of this shape make so many rows."""
+        return rows // prod(self.outputs[1:]) if layers.spatial_dims(layer) else rows
+
+
+class _Block(NamedTuple):
+    """Samples of one shape."""
+
+    shape: _Shape
+    samples: int
+
+
+class _News(NamedTuple):
+    """What a rank says of one layer."""
+
+    form: int
+    rows: int
+    shapes: int  # a key: of the shapes of its blocks
+    unverified: int  # whether it wants to compare the gradient with ΔZᵀX
+
+    @property
+    def has_rows(self) -> bool:
+        return self.form == ROWS
+
+
+class _Header(NamedTuple):
+    """What a rank says first."""
+
+    digest: int
+    samples: int
+    failed: int
+    layers: list[_News]
+
+    @classmethod
+    def read(cls, numbers: list[int]) -> "_Header":
+        width = len(_News._fields)
+        news = [_News(*numbers[place : place + width]) for place in range(3, len(numbers), width)]
+        digest, samples, failed = numbers[:3]
+        return cls(digest, samples, failed, news)
+
+    def numbers(self) -> list[int]:
+        return [self.digest, self.samples, self.failed, *(number for news in self.layers for number in news)]
+
+
+@dataclass
+class _Plan:
+    """One weight, what all ranks have of its inputs, and what is going to be sent."""
+
+    weight: Tensor
+    names: list[str]  # of the layers that use it and have rows on any rank, in the order of the model
+    record: Record
+    rows: int
+    side: str
+    choice: str
+    unverified: bool
+    blocks: dict[str, list[list[_Block]]]  # by layer and rank, where all ranks have rows
+
+    @property
+    def gathers(self) -> tuple[str, ...]:
+        """What of each block is gathered."""
+        return {"moment": (), "inputs": ("inputs",), "rows": ("inputs", "outputs")}[self.choice]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which they are gathered: the ranks' own, or one that holds all of theirs."""
+        dtypes = {block.shape.dtype for of_ranks in self.blocks.values() for its in of_ranks for block in its}
+        return reduce(torch.promote_types, dtypes) if dtypes else self.weight.dtype
+
+
+class Exchange:
+    """What the ranks of one correction tell each other at every step.
+
+    Args:
+        capture: this rank's records.
+        ranks: all ranks.
+        damping_of: λ for a parameter.
+        settings: what all ranks must agree on besides the layers, as text by name.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        ranks: Ranks,
+        damping_of: Callable[[Tensor], Damping],
+        settings: Callable[[], dict[str, str]],
+    ) -> None:
+        self.ranks = ranks
+        self._capture = capture
+        self._damping_of = damping_of
+        self._settings = settings
+        self._agreed: int | None = None  # digest of what all ranks are attached to
+        self._shapes: dict[int, tuple[_Block, ...]] = {}  # that were told, by key
+        self._headers: list[_Header] = []
+
+    # ---- what everyone has ------------------------------------------------------------------------------------------
+
+    def open(self, failure: Exception | None) -> bool:
+        """Tell the other ranks what was captured here, and hear from them.
+
+        Args:
+            failure: why this rank cannot take part, if it cannot.
+
+        Returns:
+            whether any rank has captured anything.
+        """
+        self.ranks.traffic.begin_step()
+        digest, described = self._digest()
+        if self._agreed is None:
+            self._agree(digest, described, failure)
+        header = self._header(digest, failure)
+        self._headers = [_Header.read(numbers) for numbers in self.ranks.gather_numbers(header.numbers())]
+        self._raise_failures(failure)
+        if any(theirs.digest != self._agreed for theirs in self._headers):  # somebody's layers or settings changed
+            self._agreed = None
+            return self.open(None)
+        self._learn_shapes(header)
+        return any(news.form in (MOMENT, ROWS) for theirs in self._headers for news in theirs.layers)
+
+    @property
+    def samples(self) -> int:
+        """Samples that entered the model on all ranks together."""
+        return sum(header.samples for header in self._headers)
+
+    def _digest(self) -> tuple[int, dict[str, str]]:
+        described = self._settings()
+        for name, layer in self._capture.layers.items():
+            weight, bias = self._capture.parameters_of(layer)
+            trained = [
+                f"{kind} {list(p.shape)}"
+                for kind, p in (("weight", weight), ("bias", bias))
+                if p is not None and p.requires_grad and self._capture.wants(p)
+            ]
+            damping = self._damping_of(weight if weight.requires_grad or bias is None else bias)
+            described[shown(name)] = f"{type(layer).__name__} ({', '.join(trained) or 'not trained'}), {damping}"
+        return _key_of(tuple(described.items())), described
+
+    def _agree(self, digest: int, described: dict[str, str], failure: Exception | None) -> None:
+        """All ranks must be attached to the same layers with the same settings; otherwise all of them raise."""
+        answers = self.ranks.gather_numbers([digest, int(failure is not None)])
+        if len({theirs for theirs, _ in answers}) > 1:
+            everyones: list[dict[str, str]] = self.ranks.gather_objects(described)
+            raise RuntimeError("the ranks disagree on what is corrected, and how: " + _difference(everyones))
+        self._agreed = digest
+        self._headers = [_Header(theirs, 0, failed, []) for theirs, failed in answers]
+        self._raise_failures(failure)
+
+    def _raise_failures(self, mine: Exception | None) -> None:
+        if mine is not None:
+            raise mine
+        failed = [rank for rank, header in enumerate(self._headers) if header.failed]
+        if failed:
+            raise RuntimeError(f"rank {failed[0]} cannot correct this step, so no rank does; its own error says why")
+
+    def _header(self, digest: int, failure: Exception | None) -> _Header:
+        count = len(self._capture.layers)
+        if failure is not None:
+            return _Header(digest, 0, 1, [_News(NOTHING, 0, 0, 0)] * count)
+        news = []
+        for layer in self._capture.layers.values():
+            record = self._capture.records.get(self._capture.parameters_of(layer)[0])
+            if layer in self._capture.misbehaving:
+                news.append(_News(MISBEHAVES, 0, 0, 0))
+                continue
+            uses = [] if record is None else [u for u in (*record.reduced, *record.uses) if u.layer is layer]
+            if record is None or not uses:
+                news.append(_News(NOTHING, 0, 0, 0))
+                continue
+            rows, unverified = sum(use.rows for use in uses), int(not record.verified)
+            if record.reduced:
+                news.append(_News(MOMENT, rows, 0, unverified))
+            else:
+                news.append(_News(ROWS, rows, _key_of(_shapes_of(layer, uses)), unverified))
+        return _Header(digest, self._capture.samples(), 0, news)
+
+    def _learn_shapes(self, mine: _Header) -> None:
+        """Ask for shapes that somebody has for the first time; everyone then knows the same ones."""
+        keys = {news.shapes for header in self._headers for news in header.layers if news.has_rows}
+        if keys <= self._shapes.keys():
+            return
+        told: dict[int, Any] = {}
+        for layer, news in zip(self._capture.layers.values(), mine.layers, strict=True):
+            if news.has_rows and news.shapes not in self._shapes:
+                record = self._capture.records[self._capture.parameters_of(layer)[0]]
+                told[news.shapes] = _shapes_of(layer, [use for use in record.uses if use.layer is layer])
+        for theirs in self.ranks.gather_objects(told):
+            self._shapes |= theirs
+
+    # ---- completing -------------------------------------------------------------------------------------------------
+
+    def complete(self) -> list[Record]:
+        """Make this rank's records those of all ranks.
+
+        Returns:
+            a record for each weight of which any rank has inputs.
+        """
+        self._share_misbehaving()
+        plans = self._plans()
+        for plan in plans:
+            if plan.choice == "moment" or plan.unverified:
+                self._prepare_moment(plan)
+        moments = self._start_sums([plan for plan in plans if plan.choice == "moment" or plan.unverified])
+        gathered = self._start_gathers([plan for plan in plans if plan.choice != "moment"])
+        for finish in (*moments, *gathered):
+            finish()
+        for plan in plans:
+            plan.record.total_rows = plan.rows
+            plan.record.factor = None
+        return [plan.record for plan in plans]
+
+    def _share_misbehaving(self) -> None:
+        """A layer that is no matrix product on one rank stays plain on all."""
+        for place, layer in enumerate(self._capture.layers.values()):
+            if any(header.layers[place].form == MISBEHAVES for header in self._headers):
+                self._capture.misbehaving.setdefault(layer, "on another rank, its forward is not what its class says")
+                record = self._capture.records.get(self._capture.parameters_of(layer)[0])
+                if record is not None:
+                    record.clear()
+
+    def _plans(self) -> list[_Plan]:
+        by_weight: dict[Tensor, list[int]] = {}
+        names = list(self._capture.layers)
+        for place, layer in enumerate(self._capture.layers.values()):
+            if layer in self._capture.misbehaving or not any(h.layers[place].form for h in self._headers):
+                continue
+            by_weight.setdefault(self._capture.parameters_of(layer)[0], []).append(place)
+        return [self._plan(weight, [names[place] for place in places], places) for weight, places in by_weight.items()]
+
+    def _plan(self, weight: Tensor, names: list[str], places: list[int]) -> _Plan:
+        record = self._whole_record(weight, [self._capture.layers[name] for name in names])
+        news = [header.layers[place] for header in self._headers for place in places]
+        rows, size = sum(one.rows for one in news), self.ranks.size
+        damping = self._damping_of(record.first_use.key)
+        all_have_rows = all(one.form != MOMENT for one in news)
+        sizes: dict[str, int] = {}
+        blocks: dict[str, list[list[_Block]]] = {}
+        if all_have_rows:
+            for name, place in zip(names, places, strict=True):
+                blocks[name] = [self._blocks(self._capture.layers[name], h.layers[place]) for h in self._headers]
+        layer, columns = self._capture.layers[names[0]], record.columns
+        if all_have_rows and (rows < columns or damping.value == 0):
+            side, choice = "samples", "rows"
+            sizes["rows"] = bytes_to_gather(size * self._longest(blocks, "inputs", "outputs"), size)
+        else:
+            side, choice = "features", "moment"
+            item = torch.promote_types(weight.dtype, torch.float32).itemsize
+            sizes["moment"] = bytes_to_sum(layers.groups(layer) * packed_length(columns) * item, size)
+            if record.features:
+                about = self._longest(blocks, "inputs") if all_have_rows else _about_inputs(layer, news, weight.dtype)
+                sizes["inputs"] = bytes_to_gather(size * about, size)
+                record.keeps_inputs = sizes["inputs"] < sizes["moment"]  # from the next step on, if not now
+                if all_have_rows and record.keeps_inputs:
+                    choice = "inputs"
+        self.ranks.traffic.layers.append(LayerTraffic(" = ".join(map(shown, names)), side, rows, choice, sizes))
+        unverified = side == "features" and any(one.unverified for one in news) and record.features > 0
+        return _Plan(weight, names, record, rows, side, choice, unverified, blocks)
+
+    def _whole_record(self, weight: Tensor, used: list[Layer]) -> Record:
+        """This rank's record, with columns for the biases that any rank has used, in an order common to all."""
+        record = self._capture.records.get(weight)
+        if record is None:
+            record = self._capture.records[weight] = Record(weight)
+        wants = self._capture.wants
+        pairs = [self._capture.parameters_of(layer) for layer in used]
+        biases = [bias for _, bias in pairs if bias is not None and bias.requires_grad and wants(bias)]
+        biases = list(dict.fromkeys(biases))
+        trains_weight = weight.requires_grad and wants(weight)
+        if record.is_empty:
+            bias = pairs[0][1] if any(pairs[0][1] is bias for bias in biases) else None
+            record.uses = [self._use_of_nothing(used[0], weight, bias, trains_weight=trains_weight)]
+            record.features = layers.features(used[0]) if trains_weight else 0
+        if record.moment is not None and [id(bias) for bias in record.biases] != [id(bias) for bias in biases]:
+            size = record.features + len(biases)
+            place = {bias: record.features + number for number, bias in enumerate(biases)}
+            index = [*range(record.features), *(place[bias] for bias in record.biases)]
+            where = torch.tensor(index, device=record.moment.device)
+            moment = record.moment.new_zeros(len(record.moment), size, size)
+            moment[:, where[:, None], where] = record.moment
+            record.moment = moment
+        record.biases = biases
+        return record
+
+    def _use_of_nothing(self, layer: Layer, weight: Tensor, bias: Tensor | None, *, trains_weight: bool) -> Use:
+        return Use(layer, weight, bias, trains_weight, Entry(layer, 0, 0), 0, weight.dtype, None)
+
+    def _blocks(self, layer: Layer, news: _News) -> list[_Block]:
+        if not news.has_rows:
+            return []
+        blocks = list(self._shapes[news.shapes])
+        if len(blocks) == 1:  # how many is not in the key: it may change at every step
+            blocks = [blocks[0]._replace(samples=blocks[0].shape.samples(layer, news.rows))]
+        return blocks
+
+    def _longest(self, blocks: dict[str, list[list[_Block]]], *kinds: str) -> int:
+        """Bytes of the rank that has most: the others are filled up to it."""
+        lengths = [0] * self.ranks.size
+        for of_ranks in blocks.values():
+            for rank, its_blocks in enumerate(of_ranks):
+                lengths[rank] += sum(_bytes(block, kind) for block in its_blocks for kind in kinds)
+        return max(lengths)
+
+    # ---- sums -------------------------------------------------------------------------------------------------------
+
+    def _prepare_moment(self, plan: _Plan) -> None:
+        """Reduce this rank's rows, for the sum of all ranks'; or only to what a first look at the gradient needs."""
+        record = plan.record
+        first = record.first_use
+        nothing_here = not record.rows
+        if plan.choice != "moment":
+            for use in record.uses:
+                if use.inputs is not None and use.output_grad is not None and not record.verified:
+                    record.add_plain_gradient(use, use.inputs, use.output_grad)
+        elif record.uses and not nothing_here:
+            for use in record.uses:
+                use.refuse_overwritten_inputs()
+            record.reduce(keep_rows=False)
+        nothing = torch.zeros((), dtype=torch.promote_types(first.dtype, torch.float32), device=record.weight.device)
+        if plan.choice == "moment" and record.moment is None:
+            record.reduced, record.uses = [*record.reduced, *record.uses], []
+            record.moment = nothing.new_zeros(layers.groups(first.layer), record.columns, record.columns)
+        if plan.unverified and record.plain_gradient is None:
+            record.plain_gradient, record.squared_output_grads = nothing.new_zeros(record.weight.shape), nothing
+
+    def _start_sums(self, plans: list[_Plan]) -> list[Callable[[], None]]:
+        """Start to add up moments (their triangles), and gradients that are looked at for the first time."""
+        parts: list[_Part] = []
+        for plan in plans:
+            record = plan.record
+            if plan.choice == "moment":
+                assert record.moment is not None
+                parts.append(_Part(packed(record.moment), _moment_taker(record)))
+            if plan.unverified:
+                assert record.plain_gradient is not None
+                assert record.squared_output_grads is not None
+                parts.append(_Part(record.plain_gradient, _taker(record, "plain_gradient")))
+                parts.append(_Part(record.squared_output_grads, _taker(record, "squared_output_grads")))
+        return [self._start_sum(bucket) for bucket in _buckets(parts)]
+
+    def _start_sum(self, bucket: "list[_Part]") -> Callable[[], None]:
+        flat = torch.cat([part.tensor.reshape(-1) for part in bucket])
+        work = self.ranks.start_sum(flat)
+
+        def finish() -> None:
+            work.wait()
+            for part, summed in zip(bucket, flat.split([part.tensor.numel() for part in bucket]), strict=True):
+                part.take(summed.view(part.tensor.shape))
+
+        return finish
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
+
+    def _start_gathers(self, plans: list[_Plan]) -> list[Callable[[], None]]:
+        """Start to gather all ranks' inputs, and on the sample side their output gradients, several weights at once."""
+        buckets: dict[tuple[torch.dtype, torch.device, int], list[_Plan]] = {}
+        total = 0
+        for plan in plans:
+            total += self._longest(plan.blocks, *plan.gathers)
+            buckets.setdefault((plan.dtype, plan.weight.device, total // BUCKET), []).append(plan)
+        return [self._start_gather(bucket, dtype, device) for (dtype, device, _), bucket in buckets.items()]
+
+    def _start_gather(self, plans: list[_Plan], dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+        lengths = [
+            sum(
+                _elements(b, kind)
+                for plan in plans
+                for its in plan.blocks.values()
+                for b in its[rank]
+                for kind in plan.gathers
+            )
+            for rank in range(self.ranks.size)
+        ]
+        mine = torch.zeros(max(lengths), dtype=dtype, device=device)
+        parts = [part for plan in plans for part in self._own_parts(plan)]
+        if parts:
+            torch.cat(parts, out=mine[: lengths[self.ranks.rank]])
+        everyones = mine.new_empty(self.ranks.size * len(mine))
+        work = self.ranks.start_gather(everyones, mine)
+
+        def finish() -> None:
+            work.wait()
+            places = [0] * self.ranks.size
+            for plan in plans:
+                self._take_gathered(plan, everyones.view(self.ranks.size, -1), places)
+
+        return finish
+
+    def _own_parts(self, plan: _Plan) -> list[Tensor]:
+        """What this rank sends, as the other ranks expect it by its shapes."""
+        parts = []
+        for name in plan.names:
+            layer = self._capture.layers[name]
+            uses = [use for use in plan.record.uses if use.layer is layer and use.output_grad is not None]
+            for use in uses:
+                use.refuse_overwritten_inputs()
+            for shape, same in _by_shape(layer, uses).items():
+                parts += [_flat(same, shape, kind, plan.dtype) for kind in plan.gathers if getattr(shape, kind)]
+        return parts
+
+    def _take_gathered(self, plan: _Plan, everyones: Tensor, places: list[int]) -> None:
+        """Let all ranks' rows be the record's.
+
+        Args:
+            plan: of the record.
+            everyones: ``[ranks, numbers]``.
+            places: where each rank's numbers for this record begin; moved on to where they end.
+        """
+        uses: list[Use] = []
+        record, first = plan.record, plan.record.first_use
+        for name in plan.names:
+            layer = self._capture.layers[name]
+            found: dict[_Shape, dict[str, list[Tensor]]] = {}
+            for rank, blocks in enumerate(plan.blocks[name]):
+                for block in blocks:
+                    parts = found.setdefault(block.shape, {kind: [] for kind in plan.gathers})
+                    for kind in plan.gathers:
+                        size, shape = _elements(block, kind), getattr(block.shape, kind)
+                        numbers = everyones[rank, places[rank] : places[rank] + size]
+                        places[rank] += size
+                        if shape:
+                            parts[kind].append(numbers.view(block.samples, *shape))
+            bias = self._capture.parameters_of(layer)[1]
+            bias = bias if any(bias is one for one in record.biases) else None
+            for parts in found.values():
+                uses.append(self._gathered_use(layer, record, bias, {k: _joined(parts[k]) for k in plan.gathers}))
+        if plan.choice == "rows":
+            record.uses = uses
+            return
+        record.uses, record.reduced, record.moment = [], [first], None
+        for use in uses:
+            record.add_moment_of(use)
+
+    def _gathered_use(
+        self, layer: Layer, record: Record, bias: Tensor | None, tensors: dict[str, Tensor | None]
+    ) -> Use:
+        inputs, output_grad = tensors["inputs"], tensors.get("outputs")
+        dtype = next(tensor.dtype for tensor in tensors.values() if tensor is not None)
+        rows = 0 if output_grad is None else layers.count_rows(layer, output_grad)
+        use = Use(layer, record.weight, bias, record.features > 0, Entry(layer, 0, 0), rows, dtype, None)
+        use.inputs, use.inputs_version = inputs, -1 if inputs is None else inputs._version
+        if output_grad is not None:
+            # What an average over ranks does to the gradient. Any other factor is found by looking at the gradient,
+            # for a price; in half precision, where this would round, too.
+            use.output_grad = output_grad.mul_(1 / self.ranks.size) if dtype.itemsize >= 4 else output_grad
+        return use
+
+
+# ---- shapes ---------------------------------------------------------------------------------------------------------
+
+
+def _shape_of(layer: Layer, use: Use) -> _Shape:
+    assert use.output_grad is not None
+    if isinstance(layer, nn.Linear):
+        return _Shape((layers.features(layer),) if use.trains_weight else (), use.output_grad.shape[-1:], use.dtype)
+    inputs = () if use.inputs is None else tuple(layers.as_batch(layer, use.inputs).shape[1:])
+    return _Shape(inputs, tuple(layers.as_batch(layer, use.output_grad).shape[1:]), use.dtype)
+
+
+def _by_shape(layer: Layer, uses: list[Use]) -> dict[_Shape, list[Use]]:
+    found: dict[_Shape, list[Use]] = {}
+    for use in uses:
+        found.setdefault(_shape_of(layer, use), []).append(use)
+    return found
+
+
+def _shapes_of(layer: Layer, uses: list[Use]) -> tuple[_Block, ...]:
+    """The blocks of a layer's rows; that of an only one's samples is left open."""
+    found = _by_shape(layer, uses)
+    if len(found) == 1:
+        return (_Block(next(iter(found)), -1),)
+    return tuple(_Block(shape, shape.samples(layer, sum(use.rows for use in same))) for shape, same in found.items())
+
+
+def _elements(block: _Block, kind: str) -> int:
+    shape = getattr(block.shape, kind)
+    return block.samples * prod(shape) if shape else 0
+
+
+def _bytes(block: _Block, kind: str) -> int:
+    return _elements(block, kind) * block.shape.dtype.itemsize
+
+
+def _flat(uses: list[Use], shape: _Shape, kind: str, dtype: torch.dtype) -> Tensor:
+    tensors = [use.inputs if kind == "inputs" else use.output_grad for use in uses]
+    like = getattr(shape, kind)
+    return torch.cat([tensor.reshape(-1, *like).to(dtype) for tensor in tensors if tensor is not None]).flatten()
+
+
+def _joined(parts: list[Tensor]) -> Tensor | None:
+    return torch.cat(parts) if parts else None
+
+
+def _about_inputs(layer: Layer, news: list[_News], dtype: torch.dtype) -> int:
+    """Bytes of the largest rank's inputs, about: what is reduced already has no shape any more."""
+    rows = max(one.rows for one in news)
+    if isinstance(layer, nn.Linear):
+        return rows * layer.in_features * dtype.itemsize
+    return rows * layer.in_channels * prod(layer.stride) * dtype.itemsize
+
+
+@lru_cache(maxsize=4096)
+def _key_of(value: Hashable) -> int:
+    """A number that stands for the value on every rank."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+
+
+# ---- buckets --------------------------------------------------------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """A tensor that is added up, and who takes the sum."""
+
+    tensor: Tensor
+    take: Callable[[Tensor], None]
+
+
+def _moment_taker(record: Record) -> Callable[[Tensor], None]:
+    size = record.columns
+
+    def take(summed: Tensor) -> None:
+        record.moment = unpacked(summed, size)
+
+    return take
+
+
+def _taker(record: Record, name: str) -> Callable[[Tensor], None]:
+    return lambda summed: setattr(record, name, summed)
+
+
+def _buckets(parts: list[_Part]) -> list[list[_Part]]:
+    """In the given order, as many of one kind together as fit a bucket."""
+    buckets: list[list[_Part]] = []
+    room = 0
+    for part in parts:
+        last = buckets[-1][0].tensor if buckets else None
+        fits = last is not None and (last.dtype, last.device) == (part.tensor.dtype, part.tensor.device)
+        if not fits or part.tensor.nbytes > room:
+            buckets.append([])
+            room = BUCKET
+        buckets[-1].append(part)
+        room -= part.tensor.nbytes
+    return buckets
+
+
+def _difference(everyones: list[dict[str, str]]) -> str:
+    """In words, what some ranks have and others do not."""
+    differences = []
+    for name in dict.fromkeys(name for described in everyones for name in described):
+        values: dict[str, list[int]] = {}
+        for rank, described in enumerate(everyones):
+            values.setdefault(described.get(name, "not corrected"), []).append(rank)
+        if len(values) > 1:
+            said = "; ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in values.items())
+            differences.append(f"{name}: {said}")
+    if not differences:
+        return "their layers come in another order. Build the model in the same way on every rank."
+    more = f" (and {len(differences) - 5} more)" if len(differences) > 5 else ""
+    return ". ".join(differences[:5]) + more + ". Attach in the same way on every rank."

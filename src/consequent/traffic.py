@@ -1,0 +1,113 @@
+"""What crosses the wire, in bytes: the cost model that the choices are made by, and what they came to.
+
+A ring of r ranks is assumed, which is what gloo and NCCL use for anything large. Each rank then sends
+
+    to add up n bytes           ``2 (r − 1) / r · n``
+    to gather n bytes in all    ``(r − 1) / r · n``
+"""
+
+from dataclasses import dataclass, field
+
+
+def bytes_to_sum(size: int, ranks: int) -> int:
+    """What each rank sends to add up so many bytes.
+
+    Example:
+        >>> bytes_to_sum(100, ranks=2), bytes_to_sum(100, ranks=4)
+        (100, 150)
+    """
+    return 2 * (ranks - 1) * size // ranks
+
+
+def bytes_to_gather(size: int, ranks: int) -> int:
+    """What each rank sends to give so many bytes, all ranks' together, to all of them.
+
+    Example:
+        >>> bytes_to_gather(100, ranks=2), bytes_to_gather(100, ranks=4)
+        (50, 75)
+    """
+    return (ranks - 1) * size // ranks
+
+
+def packed_length(size: int) -> int:
+    """Numbers in the packed triangle of a symmetric matrix: n (n + 1) / 2, with n made even.
+
+    Example:
+        >>> packed_length(4), packed_length(3)
+        (10, 10)
+    """
+    even = size + size % 2
+    return even // 2 * (even + 1)
+
+
+@dataclass
+class LayerTraffic:
+    """What one weight's correction sends at each step.
+
+    Attributes:
+        side: on which it is solved.
+        rows: of all ranks' inputs together.
+        choice: what is sent: "moment" (summed), "inputs" (gathered) or "rows" (inputs and output gradients, gathered).
+        bytes: that each rank sends, for each of the choices that would be exact.
+    """
+
+    name: str
+    side: str
+    rows: int
+    choice: str
+    bytes: dict[str, int]
+
+
+@dataclass
+class Traffic:
+    """The traffic of a correction. Printing it shows a table.
+
+    Attributes:
+        ranks: how many there are.
+        layers: each weight of the last step.
+        sent: bytes that this rank sent so far, by the model of a ring; ``before`` the last step.
+    """
+
+    ranks: int
+    layers: list[LayerTraffic] = field(default_factory=list)
+    sent: int = 0
+    before: int = 0
+
+    def add_summed(self, size: int) -> None:
+        """So many bytes are added up over ranks."""
+        self.sent += bytes_to_sum(size, self.ranks)
+
+    def add_gathered(self, size: int) -> None:
+        """So many bytes, of all ranks together, are gathered."""
+        self.sent += bytes_to_gather(size, self.ranks)
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self.before, self.layers = self.sent, []
+
+    @property
+    def last_step(self) -> int:
+        """Bytes that this rank sent for the last step."""
+        return self.sent - self.before
+
+    def __str__(self) -> str:
+        width = max(len("layer"), *(len(layer.name) for layer in self.layers), 0)
+        lines = [
+            f"{self.ranks} ranks; each sent {_readable(self.last_step)} for the last step",
+            f"{'layer':{width}}  side      {'rows':>9}  {'sends':8}  {'bytes':>10}  instead of",
+        ]
+        for layer in self.layers:
+            others = [f"{name} {_readable(size)}" for name, size in layer.bytes.items() if name != layer.choice]
+            lines.append(
+                f"{layer.name:{width}}  {layer.side:8}  {layer.rows:9,}  {layer.choice:8}  "
+                f"{_readable(layer.bytes[layer.choice]):>10}  {', '.join(others)}".rstrip()
+            )
+        return "\n".join(lines)
+
+
+def _readable(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"
