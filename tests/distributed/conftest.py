@@ -1,4 +1,5 @@
 import pytest
+
 from distributed.crew import Crew
 
 

@@ -1,12 +1,12 @@
 """DistributedDataParallel: r ranks give the update of one process with all samples."""
 
+import warnings
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from loop.expected import DAMPING, assert_close, build, corrected, gradients, loss_on, mean_loss
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 import consequent
@@ -118,3 +118,80 @@ def test_uneven_batches(two, kind, sizes):
     for grads, _, counted in results:
         assert counted == sum(sizes)
         assert_close(grads, expected, 1e-9)
+
+
+# ---- other losses, edited gradients -----------------------------------------------------------------------------
+
+
+def sum_loss(kind):
+    model, x, t = build_for(kind, 4, torch.float64)
+    ddp = DDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    consequent.attach(optimizer, ddp, damping=DAMPING, loss_reduction="sum")
+    (0.5 * (ddp(share(x)) - share(t)).square().sum()).backward()
+    optimizer.step()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("kind", ["wide", "conv"])
+def test_a_loss_that_is_summed(two, kind):
+    """The wrapper averages, so half of the sum is what there is to correct."""
+    model, x, t = build_for(kind, 4, torch.float64)
+    expected = corrected(model, loss_on(x, t, weight=4 / 2), samples=1)
+    for grads in two.run(sum_loss, kind):
+        assert_close(grads, expected, 1e-9)
+
+
+def clipped(kind, how):
+    model, x, t = build_for(kind, 4, torch.float64)
+    ddp = DDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    correction = consequent.attach(optimizer, ddp, damping=DAMPING)
+    mean_loss(ddp(share(x)), share(t)).backward()
+    if how == "norm":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    else:
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    final = gradients(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", consequent.ConsequentWarning)
+        optimizer.step()
+    return gradients(model), final, correction.counters.edited
+
+
+@pytest.mark.parametrize("how", ["norm", "value"])
+@pytest.mark.parametrize("kind", ["wide", "conv"])
+def test_clipped_gradients(two, kind, how):
+    model, x, t = build_for(kind, 4, torch.float64)
+    for grads, final, edited in two.run(clipped, kind, how):
+        assert_close(grads, corrected(model, loss_on(x, t), samples=4, final=final), 1e-6 if how == "value" else 1e-7)
+        assert (edited > 0) == (how == "value")
+
+
+def in_half_precision(kind):
+    model, x, t = build_for(kind, 4, torch.float32)
+    ddp = DDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    correction = consequent.attach(optimizer, ddp, damping=DAMPING)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = mean_loss(ddp(share(x)), share(t))
+    loss.backward()
+    optimizer.step()
+    return gradients(model), [layer.bytes for layer in correction.communication().layers]
+
+
+@pytest.mark.parametrize("kind", ["wide", "conv"])
+def test_autocast(two, kind):
+    """As one process in the same precision, whose gradients are summed in another order."""
+    model, x, t = build_for(kind, 4, torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    consequent.attach(optimizer, model, damping=DAMPING)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = mean_loss(model(x), t)
+    loss.backward()
+    optimizer.step()
+    expected = gradients(model)
+    for grads, sizes in two.run(in_half_precision, kind):
+        assert_close(grads, expected, 0.1)  # sums of numbers with 8 bits
+        if kind == "wide":  # two samples of two bytes: 20 + 16, 16 + 14, 14 + 3 numbers
+            assert [size["rows"] for size in sizes] == [2 * 2 * n for n in (36, 30, 17)]

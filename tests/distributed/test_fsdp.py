@@ -1,0 +1,177 @@
+"""fully_shard: each rank corrects its own rows, to what one process comes to with all samples."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from loop.expected import DAMPING, assert_close, build, corrected, loss_on, mean_loss
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import consequent
+from distributed.cases import CASES
+from distributed.cases import build as build_case
+from distributed.cases import by_one_process
+from distributed.test_ddp import share
+
+
+def gathered(model):
+    """Whole gradients, which only the test gathers."""
+    return {name: p.grad.full_tensor().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def shard(model, how):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if how == "hybrid":
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("copies", "parts"))
+    if how != "as one":
+        for child in model.children():
+            if any(True for _ in child.parameters()):
+                fully_shard(child, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def step(kind, samples, dtype, how, micro_batches=1, steps=3):
+    model, x, t = build(kind, batch=samples, dtype=dtype)
+    shard(model, how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    correction = consequent.attach(optimizer, model, damping=DAMPING)
+    x, t = share(x), share(t)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        pieces = list(zip(x.chunk(micro_batches), t.chunk(micro_batches), strict=True))
+        for place, (inputs, targets) in enumerate(pieces):
+            model.set_requires_gradient_sync(place == len(pieces) - 1)
+            (mean_loss(model(inputs), targets) / micro_batches).backward()
+        optimizer.step()
+    assert (correction.counters.edited, correction.counters.skipped) == (0, 0)
+    assert not correction.plain
+    return gathered(model), correction.samples
+
+
+def check(results, kind, samples, dtype):
+    model, x, t = build(kind, batch=samples)
+    expected = corrected(model, loss_on(x, t), samples=samples)
+    for grads, counted in results:
+        assert counted == samples
+        assert_close(grads, expected, {torch.float32: 1e-5, torch.float64: 1e-9}[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("kind", "samples"), [("wide", 4), ("wide", 16), ("tall", 16), ("conv", 8)])
+def test_as_one_process(two, kind, samples, dtype):
+    check(two.run(step, kind, samples, dtype, "layers"), kind, samples, dtype)
+
+
+@pytest.mark.parametrize("how", ["as one", "layers", "hybrid"])
+@pytest.mark.parametrize("kind", ["wide", "conv"])
+def test_four_ranks(four, kind, how):
+    """Three outputs for four ranks: one has no rows of the last layer."""
+    check(four.run(step, kind, 8, torch.float64, how), kind, 8, torch.float64)
+
+
+@pytest.mark.parametrize("how", ["as one", "layers"])
+@pytest.mark.parametrize("kind", ["wide", "conv"])
+def test_micro_batches_without_sync(two, kind, how):
+    check(two.run(step, kind, 8, torch.float64, how, 2), kind, 8, torch.float64)
+
+
+def case(name):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model, calls, targets = build_case(name, ranks)
+    shard(model, "layers")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    consequent.attach(optimizer, model, damping=DAMPING)
+    for _ in range(3):
+        optimizer.zero_grad()
+        mean_loss(model(*calls[rank]), targets[rank]).backward()
+        optimizer.step()
+    return gathered(model)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "unused" not in name and "biases" not in name])
+def test_all_kinds_of_layers(two, name):
+    expected = by_one_process(name, 2)
+    for grads in two.run(case, name):
+        assert_close({name: grads[name] for name in expected}, expected, 1e-9)
+
+
+# ---- the life of a sharded gradient -----------------------------------------------------------------------------
+
+
+def forgotten_batch(set_to_none):
+    """A backward pass whose gradient was thrown away must not be in the next correction."""
+    model, x, t = build("wide", batch=8)
+    shard(model, "layers")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    correction = consequent.attach(optimizer, model, damping=DAMPING)
+    mean_loss(model(share(x[:4])), share(t[:4])).backward()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    mean_loss(model(share(x[4:])), share(t[4:])).backward()
+    optimizer.step()
+    return gathered(model), correction.samples
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(two, set_to_none):
+    model, x, t = build("wide", batch=8)
+    expected = corrected(model, loss_on(x[4:], t[4:]), samples=4)
+    for grads, samples in two.run(forgotten_batch, set_to_none):
+        assert samples == 4
+        assert_close(grads, expected, 1e-9)
+
+
+def train(kind):
+    model, x, t = build(kind, batch=8)
+    shard(model, "layers")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    consequent.attach(optimizer, model, damping=DAMPING)
+    for _ in range(5):
+        optimizer.zero_grad()
+        mean_loss(model(share(x)), share(t)).backward()
+        optimizer.step()
+    return {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["wide", "conv"])
+def test_training(two, kind):
+    model, x, t = build(kind, batch=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    consequent.attach(optimizer, model, damping=DAMPING)
+    for _ in range(5):
+        optimizer.zero_grad()
+        mean_loss(model(x), t).backward()
+        optimizer.step()
+    for found in two.run(train, kind):
+        assert_close(found, dict(model.named_parameters()), 1e-9)
+
+
+def nan_on_one_rank():
+    model, x, t = build("wide", batch=8)
+    shard(model, "layers")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    correction = consequent.attach(optimizer, model, damping=DAMPING, check=True)
+    bad = float("nan") if dist.get_rank() == 1 else 1.0
+    mean_loss(model(bad * share(x)), share(t)).backward()
+    del correction
+    optimizer.step()
+
+
+def test_nan(two):
+    errors = two.errors(nan_on_one_rank)
+    assert all("NonFiniteError" in error for error in errors), errors
+
+
+def by_columns():
+    from torch.distributed.tensor import Shard
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model[0], mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    fully_shard(model, mesh=mesh)
+    return consequent.Consequentialism(model).plain
+
+
+def test_weights_sharded_otherwise_stay_plain(two):
+    for plain in two.run(by_columns):
+        assert list(plain) == ["0"]
+        assert "sharded otherwise than by rows" in plain["0"]
