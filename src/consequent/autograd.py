@@ -22,25 +22,29 @@ def graph_is_retained() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def will_accumulate(leaf: Tensor) -> bool:
+def will_accumulate(leaf: Tensor | Node) -> bool:
     """Whether the running backward pass, whose graph the leaf is in, is going to add to ``leaf.grad``.
 
     False in ``torch.autograd.grad``, which may run through a layer and leave its ``.grad`` alone.
+
+    Args:
+        leaf: a parameter, or its :func:`accumulator`.
     """
+    node = accumulator(leaf) if isinstance(leaf, Tensor) else leaf
     try:
-        return bool(torch._C._will_engine_execute_node(_accumulator(leaf)))
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch.autograd.grad asks for this very leaf: it is returned, not accumulated
         return False
 
 
-def _accumulator(leaf: Tensor) -> Node:
+def accumulator(leaf: Tensor) -> Node:
     """The node that adds to ``leaf.grad``: ``torch.autograd.graph.get_gradient_edge(leaf).node`` in half the time."""
     with torch.enable_grad():
         view = leaf.expand_as(leaf)
     assert view.grad_fn is not None
-    accumulator = view.grad_fn.next_functions[0][0]
-    assert accumulator is not None
-    return accumulator
+    node = view.grad_fn.next_functions[0][0]
+    assert node is not None
+    return node
 
 
 def after_backward(callback: Callable[[], None]) -> None:

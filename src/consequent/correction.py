@@ -272,7 +272,7 @@ class Consequentialism:
         self._notice_new_parameters()
         if self._rewriter.exchange is None and self.across_ranks and several_are_running():
             weight = next(iter(self._capture.layers.values())).weight
-            group = group_of_model(self.model) or group_of_running_wrapper(weight)
+            group = group_of_model(self.model, self._layer_parameters()) or group_of_running_wrapper(weight)
             if group is not None:
                 self._share_out(group)
 

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from consequent import layers
-from consequent.autograd import Kept, graph_is_being_captured, transforms_are_active, will_accumulate
+from consequent.autograd import Kept, accumulator, graph_is_being_captured, transforms_are_active, will_accumulate
+from consequent.dtensor import is_sharded
 from consequent.errors import CAPTURED_TOO_EARLY
 from consequent.layers import Layer
 from consequent.record import Use
@@ -121,7 +123,9 @@ class LayerHook(_Uncopyable):
             dtype=output.dtype,
             kept_inputs=None if weight is None else Kept(inputs),
         )
-        leaves = [parameter for parameter in (weight, bias) if parameter is not None]
+        leaves: list[Tensor | Node] = [parameter for parameter in (weight, bias) if parameter is not None]
+        if is_sharded(held_weight):  # the whole weight has no memory then, which asking for its node would need
+            leaves = [accumulator(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         capture = self.capture
 
         def output_grad_arrived(grad: Tensor) -> None:

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from consequent.dtensor import is_sharded
 from consequent.patches import pad_sides, patch_rows, positions
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -95,10 +94,8 @@ def weight_gradient(layer: Layer, inputs: Tensor, output_grad: Tensor) -> Tensor
     """``ΔZᵀX`` in the shape of the weight, in float32 or better: what backpropagation computes."""
     dtype = torch.promote_types(output_grad.dtype, torch.float32)
     with torch.enable_grad():
-        weight = layer.weight.detach()
-        if is_sharded(weight):  # its numbers do not matter
-            weight = inputs.new_zeros(weight.shape)
-        weight = weight.to(dtype, copy=True).requires_grad_()
+        # Its numbers do not matter; a sharded weight's are not even there between forward and backward pass.
+        weight = torch.zeros(layer.weight.shape, dtype=dtype, device=inputs.device, requires_grad=True)
         outputs = apply(layer, inputs.to(dtype), weight, None)
     (gradient,) = torch.autograd.grad(outputs, weight, output_grad.to(dtype))
     return gradient

@@ -4,6 +4,7 @@ Everything that crosses ranks goes through here, on torch's own engine. Numbers 
 rows each rank has) are exchanged between hosts, so that no host waits for its GPU; matrices go from device to device.
 """
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist  # which is there, but empty, where torch was built without it
 from torch import Tensor, nn
 
+from consequent.dtensor import is_sharded
 from consequent.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -88,14 +90,19 @@ def several_are_running() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def group_of_model(model: nn.Module) -> "ProcessGroup | None":
-    """The group of a model that is, or contains, a ``DistributedDataParallel``, or that ``fully_shard`` has sharded."""
+def group_of_model(model: nn.Module, parameters: Iterable[Tensor]) -> "ProcessGroup | None":
+    """The group of a model that is, or contains, a ``DistributedDataParallel``, or that ``fully_shard`` has sharded.
+
+    Args:
+        model: the model.
+        parameters: of its layers, as the optimiser holds them.
+    """
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             return module.process_group
-    for parameter in model.parameters():
-        if hasattr(parameter, "device_mesh"):
-            return _group_of_mesh(parameter.device_mesh)
+    for parameter in parameters:
+        if is_sharded(parameter):
+            return _group_of_mesh(parameter.device_mesh)  # type: ignore[attr-defined]
     return None
 
 

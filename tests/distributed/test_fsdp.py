@@ -8,9 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import consequent
-from distributed.cases import CASES
+from distributed.cases import CASES, by_one_process
 from distributed.cases import build as build_case
-from distributed.cases import by_one_process
 from distributed.test_ddp import share
 
 
