@@ -19,6 +19,7 @@ from torch.optim import SGD, Adam, Optimizer, RMSprop
 import consequent
 from consequent import Consequentialism
 from consequent.counters import Counters
+from consequent_lab.crew import Crew
 from consequent_lab.datasets import Dataset, prepared
 from consequent_lab.graphs import GraphedStep
 from consequent_lab.models import mlp, residual_net
@@ -37,13 +38,19 @@ class Learner:
         config: what is asked for.
         dataset: as it was read.
         device: where everything is to live.
+        crew: the ranks that share the run out among themselves.
     """
 
-    def __init__(self, config: TrainConfig, dataset: Dataset, device: torch.device) -> None:
+    def __init__(self, config: TrainConfig, dataset: Dataset, device: torch.device, crew: Crew | None = None) -> None:
+        if crew is not None:
+            crew.check_batch_size(config.batch_size)
+            if config.graph:
+                raise ValueError("graph: the step of several ranks cannot be a CUDA graph; leave it to the default")
         if config.graph and device.type != "cuda":
             raise ValueError(f"graph: a CUDA graph needs a CUDA device, and this is {device}; leave it to the default")
         self.config = config
         self.device = device
+        self._crew = crew
         flat = not config.is_convolutional
         data = prepared(dataset, config.normalisation, device, flat=flat)
         channels_last = config.is_convolutional and config.channels_last
@@ -52,10 +59,11 @@ class Learner:
         self.model = build_model(config, tuple(dataset.train_images.shape[1:]), dataset.classes).to(device)
         if channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._wants_graph = device.type == "cuda" and config.graph is not False
+        self._trained = self.model if crew is None else crew.wrap(self.model, device)
+        self._wants_graph = device.type == "cuda" and config.graph is not False and crew is None
         self.optimizer = build_optimizer(config, self.model, capturable=self._wants_graph)
         self.correction: Consequentialism | None = None
-        self.tally = Tally(device)
+        self.tally = Tally(device, None if crew is None else crew.add_up)
         self.norms = GradientNorms(self.model, keep_plain=config.gradient_norms == "both")
         self._graphed: GraphedStep | None = None
 
@@ -71,6 +79,11 @@ class Learner:
         """Whether the step is replayed as a CUDA graph."""
         return self._graphed is not None
 
+    def share_buffers(self) -> None:
+        """Gives all ranks the same running statistics, as they have the same weights."""
+        if self._crew is not None:
+            self._crew.share_buffers(self.model)
+
     def counters(self) -> dict[str, int]:
         """Returns what the correction counted; waits for the device."""
         return {} if self.correction is None else asdict(self.correction.counters)
@@ -79,6 +92,7 @@ class Learner:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of all that changes in training, on the CPU."""
+        self.share_buffers()
         return {
             "model": {name: _copied(tensor) for name, tensor in self.model.state_dict().items()},
             "optimizer": [
@@ -159,7 +173,7 @@ class Learner:
 
     def _eager_step(self, indices: Tensor) -> None:
         self.optimizer.zero_grad()
-        self._loss(self.model, indices).backward()
+        self._loss(self._trained, indices if self._crew is None else self._crew.share(indices)).backward()
         self.optimizer.step()
 
     def _loss(self, model: nn.Module, indices: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What is read while a model trains. Counting stays on the device; the host waits only where it reads."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,15 +58,19 @@ class Tally:
 
     Args:
         device: where to count.
+        add_up: makes the loss and the correct answers of a rank's part those of the mini-batch, in place.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, add_up: Callable[[Tensor], None] | None = None) -> None:
+        self._add_up = add_up
         self.values = torch.zeros(3, 2, dtype=torch.float64, device=device)  # (last, epoch, complete) × (loss, correct)
 
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Counts a mini-batch; may be captured in a CUDA graph."""
         self.values[0, 0].copy_(loss)
         self.values[0, 1].copy_((logits.argmax(1) == labels).sum())
+        if self._add_up is not None:
+            self._add_up(self.values[0])
         self.values[1].add_(self.values[0])
 
     def begin_epoch(self) -> None:

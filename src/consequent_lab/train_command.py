@@ -14,7 +14,8 @@ class Train(TrainConfig):
     """Train a network and keep the run in a folder.
 
     A run that was interrupted, in whatever way, goes on from its last checkpoint when the same command is given again;
-    a finished one is skipped.
+    a finished one is skipped. Under torchrun (torchrun --nproc-per-node 4 -m consequent_lab.cli train …) the ranks
+    share every mini-batch out among themselves, on CPUs or with a GPU each.
     """
 
     runs: Path = Path("runs")
@@ -32,6 +33,7 @@ class Train(TrainConfig):
 
     def run(self) -> None:
         """Trains."""
+        from consequent_lab.crew import CrewFolder, joined
         from consequent_lab.display import console
         from consequent_lab.progress import ProgressBoard
         from consequent_lab.runs import RunFolder
@@ -41,10 +43,15 @@ class Train(TrainConfig):
         variant = self.name or variant_of(config)
         folder = RunFolder.of(self.runs, "train", variant, config.seed)
         screen = console()
-        device = chosen_device(self.device)
         title = f"{config.optimiser_name}, {config.model}, {config.dataset}, seed {config.seed}"
-        with ProgressBoard(screen) as board:
-            train(config, folder, device, data=self.data, watcher=board.run(title))
+        with joined(chosen_device(self.device)) as (crew, device):
+            if crew is not None:
+                folder = CrewFolder(folder.path, crew)
+                if not crew.is_first:
+                    train(config, folder, device, data=self.data, crew=crew)
+                    return
+            with ProgressBoard(screen) as board:
+                train(config, folder, device, data=self.data, watcher=board.run(title), crew=crew)
         screen.print(f"Run: {folder.path}", markup=False, soft_wrap=True)
 
 

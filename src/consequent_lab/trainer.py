@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from consequent_lab.crew import Crew
 from consequent_lab.datasets import Dataset, load
 from consequent_lab.learner import Learner, permutation
 from consequent_lab.readings import evaluate
@@ -74,6 +75,7 @@ def train(
     *,
     data: Path | None = None,
     watcher: Watcher | None = None,
+    crew: Crew | None = None,
 ) -> None:
     """Trains the run, or what is left of it; a finished one is left alone.
 
@@ -83,6 +85,7 @@ def train(
         device: where to train. A run that was killed goes on bit for bit on the CPU with as many threads as before.
         data: the folder of the data sets.
         watcher: is told how it gets on.
+        crew: the ranks that train it together; each of them calls this, with a folder that is the crew's.
 
     Raises:
         ValueError: if the folder holds another run or a damaged file, or the config does not fit the data.
@@ -94,7 +97,7 @@ def train(
             watcher.ended(outcome, skipped=True)
             return
         state = folder.resume()  # raises if a file is damaged, before anything costly is done
-        _Training(config, folder, torch.device(device), load(config.dataset, data), state, watcher).run()
+        _Training(config, folder, torch.device(device), load(config.dataset, data), state, watcher, crew).run()
 
 
 class _Training:
@@ -108,6 +111,7 @@ class _Training:
         dataset: Dataset,
         state: dict[str, Any] | None,
         watcher: Watcher,
+        crew: Crew | None,
     ) -> None:
         samples = len(dataset.train_labels)
         if samples < config.batch_size:
@@ -123,7 +127,7 @@ class _Training:
         self._seconds = 0.0
         self._order: tuple[int, Tensor] | None = None  # an epoch and its order of samples
         self._remembered: Tensor | None = None  # what of the training set was correct at the last evaluation
-        self._learner = Learner(config, dataset, device)
+        self._learner = Learner(config, dataset, device, crew)
         if state is not None:
             self._take_over(state)
         self._learner.settle(None if state is None else state["learner"])
@@ -227,6 +231,7 @@ class _Training:
 
     def _evaluate(self) -> dict[str, float]:
         readings: dict[str, float] = {}
+        self._learner.share_buffers()
         if self._config.evaluate_training:
             training = evaluate(self._learner.model, self._learner.train_samples)
             readings |= {"train_loss": training.loss, "train_accuracy": training.accuracy}

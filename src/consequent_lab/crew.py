@@ -1,0 +1,138 @@
+"""One run trained by several processes that `torchrun` has started.
+
+    torchrun --nproc-per-node 4 -m consequent_lab.cli train …
+
+Each rank takes its share of every mini-batch, so that the run is the one that a single process would train. The first
+rank alone writes the run's folder, and tells the others what it reads there.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from consequent_lab.runs import RunFolder
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Value = TypeVar("Value")
+
+
+class Crew:
+    """The ranks of one run, after they have met."""
+
+    def __init__(self) -> None:
+        self.size = dist.get_world_size()
+        self.rank = dist.get_rank()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes the files."""
+        return self.rank == 0
+
+    def share(self, indices: Tensor) -> Tensor:
+        """Returns this rank's part of a mini-batch."""
+        return indices.chunk(self.size)[self.rank]
+
+    def check_batch_size(self, batch_size: int) -> None:
+        """Raises unless all ranks get as many samples of a mini-batch."""
+        if batch_size % self.size:
+            raise ValueError(f"batch_size {batch_size} cannot be shared out equally among {self.size} ranks")
+
+    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """Returns the model that averages its gradients over ranks."""
+        return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+
+    def add_up(self, loss_and_correct: Tensor) -> None:
+        """Makes a rank's mean loss and number of correct answers those of the whole mini-batch."""
+        dist.all_reduce(loss_and_correct)
+        loss_and_correct[0] /= self.size
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Gives all ranks the first one's running statistics."""
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
+
+    def told(self, value: Value) -> Value:
+        """Returns the first rank's value."""
+        values = [value]
+        dist.broadcast_object_list(values, 0)
+        return values[0]
+
+
+@contextmanager
+def joined(device: str) -> Iterator[tuple[Crew | None, str]]:
+    """Meets the other ranks if `torchrun` has started this process, and parts from them.
+
+    Args:
+        device: where to train, a kind of device.
+
+    Yields:
+        the crew, None for a process on its own, and this rank's device.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None, device
+        return
+    if device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    try:
+        yield Crew(), device
+    finally:
+        dist.destroy_process_group()
+
+
+class CrewFolder(RunFolder):
+    """A run's folder that the first rank reads and writes for all of them."""
+
+    def __init__(self, path: Path, crew: Crew) -> None:
+        super().__init__(path)
+        self._crew = crew
+
+    @contextmanager
+    def opened(self, config: "DataclassInstance") -> Iterator[None]:
+        """Holds the folder, on the first rank."""
+        if self._crew.is_first:
+            with super().opened(config):
+                yield
+        else:
+            yield
+
+    def outcome(self) -> dict[str, Any] | None:
+        """Returns how the run ended."""
+        return self._read(super().outcome)
+
+    def resume(self) -> dict[str, Any] | None:
+        """Returns the state of the last checkpoint."""
+        return self._read(super().resume)
+
+    def _read(self, read: Callable[[], Value | None]) -> Value | None:
+        return self._crew.told(read() if self._crew.is_first else None)
+
+    def add_environment(self, start: dict[str, Any]) -> None:
+        """Adds an entry, with the number of ranks."""
+        if self._crew.is_first:
+            super().add_environment({**start, "ranks": self._crew.size})
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Appends a line to the metrics."""
+        if self._crew.is_first:
+            super().append(line)
+
+    def save_checkpoint(self, state: dict[str, Any]) -> None:
+        """Saves a checkpoint."""
+        if self._crew.is_first:
+            super().save_checkpoint(state)
+
+    def finish(self, outcome: dict[str, Any]) -> None:
+        """Marks the run as done."""
+        if self._crew.is_first:
+            super().finish(outcome)
