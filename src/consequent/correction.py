@@ -95,7 +95,7 @@ class Consequentialism:
             of the ``DistributedDataParallel`` around the model (it may be attached before or after it is wrapped, with
             either object) or of ``fully_shard``; without such a wrapper this process is alone.
         across_ranks: False is another algorithm, whose result depends on the number of ranks: this process corrects
-            with its own inputs only. For a model that is not wrapped, and trained apart from the other ranks' models.
+            with its own inputs only. For a model that is not wrapped (docs/distributed.md).
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class Consequentialism:
     def _before_entry(self) -> None:
         """Samples are about to enter the model."""
         self._notice_new_parameters()
-        if self._rewriter.exchange is None and self.across_ranks and several_are_running():
+        if self._rewriter.exchange is None and several_are_running():
             weight = next(iter(self._capture.layers.values())).weight
             group = group_of_model(self.model, self._layer_parameters()) or group_of_running_wrapper(weight)
             if group is not None:
@@ -281,6 +281,12 @@ class Consequentialism:
         ranks = Ranks(group)
         if ranks.size == 1:
             return
+        if not self.across_ranks:
+            raise RuntimeError(
+                f"across_ranks=False, but the model's gradients are averaged over {ranks.size} ranks: corrected with "
+                "each rank's own inputs, the ranks' weights would drift apart. Leave across_ranks out; or train the "
+                "bare model, and average the gradients between correction.step() and optimizer.step()."
+            )
         if self.keeps_foresight:
             raise RuntimeError(
                 f"foresight=True looks at the samples of one process, and {ranks.size} ranks train together: "

@@ -132,6 +132,7 @@ class Exchange:
         self._damping_of = damping_of
         self._settings = settings
         self._agreed: int | None = None  # digest of what all ranks are attached to
+        self._length = 0  # of the last header
         self._shapes: dict[int, tuple[_Block, ...]] = {}  # that were told, by key
         self._headers: list[_Header] = []
 
@@ -151,7 +152,11 @@ class Exchange:
         if self._agreed is None:
             self._agree(digest, described, failure)
         header = self._header(digest, failure)
-        self._headers = [_Header.read(numbers) for numbers in self.ranks.gather_numbers(header.numbers())]
+        numbers = header.numbers()
+        if digest != self._agreed:  # of another length, perhaps: what the others expect is enough to say so
+            numbers = (numbers + [0] * self._length)[: self._length]
+        self._length = len(numbers)
+        self._headers = [_Header.read(theirs) for theirs in self.ranks.gather_numbers(numbers)]
         self._raise_failures(failure)
         if any(theirs.digest != self._agreed for theirs in self._headers):  # somebody's layers or settings changed
             self._agreed = None
@@ -353,8 +358,6 @@ class Exchange:
                 if use.inputs is not None and use.output_grad is not None and not record.verified:
                     record.add_plain_gradient(use, use.inputs, use.output_grad)
         elif record.uses and not nothing_here:
-            for use in record.uses:
-                use.refuse_overwritten_inputs()
             record.reduce(keep_rows=False)
         nothing = torch.zeros((), dtype=torch.promote_types(first.dtype, torch.float32), device=record.weight.device)
         if plan.choice == "moment" and record.moment is None:
@@ -432,8 +435,6 @@ class Exchange:
         for name in plan.names:
             layer = self._capture.layers[name]
             uses = [use for use in plan.record.uses if use.layer is layer and use.output_grad is not None]
-            for use in uses:
-                use.refuse_overwritten_inputs()
             for shape, same in _by_shape(layer, uses).items():
                 parts += [_flat(same, shape, kind, plan.dtype) for kind in plan.gathers if getattr(shape, kind)]
         return parts

@@ -56,6 +56,9 @@ class Rewriter:
             refuse_capture_before_first_step(records)
             if self.exchange is not None:
                 refuse_capture_of_ranks()
+                for record in records:
+                    for use in record.uses:
+                        use.refuse_overwritten_inputs()
         except RuntimeError as error:
             self._capture.clear()
             if self.exchange is None:

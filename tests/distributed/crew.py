@@ -58,9 +58,7 @@ class Crew:
     def run(self, function, *args, timeout=30):
         """The results of ``function(*args)``, by rank; it asks torch.distributed which rank it is."""
         self.start()
-        for pipe in self._pipes:
-            pipe.send((function, args))
-        answers = self._answers(timeout)
+        answers = self._ask(function, args, timeout)
         errors = [f"rank {rank}:\n{result}" for rank, (failed, result) in enumerate(answers) if failed]
         if errors:
             self.stop()  # some may be waiting for others
@@ -70,11 +68,17 @@ class Crew:
     def errors(self, function, *args, timeout=30):
         """The last line of each rank's traceback; None from a rank that had no error."""
         self.start()
+        answers = self._ask(function, args, timeout)
+        try:  # an error that all ranks had together leaves them able to work together
+            self.run(dist.barrier, timeout=5)
+        except RankError:
+            self.stop()
+        return [result.strip().splitlines()[-1] if failed else None for failed, result in answers]
+
+    def _ask(self, function, args, timeout):
         for pipe in self._pipes:
             pipe.send((function, args))
-        answers = self._answers(timeout)
-        self.stop()
-        return [result.strip().splitlines()[-1] if failed else None for failed, result in answers]
+        return self._answers(timeout)
 
     def _answers(self, timeout):
         answers, end = {}, time.monotonic() + timeout

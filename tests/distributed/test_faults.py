@@ -100,6 +100,36 @@ def test_disagreement_that_comes_later(two):
     assert all("the ranks disagree" in error and "damping=0.2 on rank 1" in error for error in errors), errors
 
 
+def more_layers_later():
+    model, x, t = build("wide", batch=8)
+    ddp = DDP(model, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    consequent.attach(optimizer, ddp, damping=0.1)
+    train(ddp, share(x), share(t), optimizer)
+    if dist.get_rank() == 1:
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+    train(ddp, share(x), share(t), optimizer)
+
+
+def test_a_group_that_one_rank_adds(two):
+    errors = two.errors(more_layers_later)
+    assert all("the ranks disagree" in error and "layer '2': Linear (not trained)" in error for error in errors), errors
+
+
+def overwritten_inputs():
+    ddp, x, t, optimizer, _ = start()
+    mean_loss(ddp(x), t).backward()
+    if dist.get_rank() == 1:
+        x.zero_()
+    optimizer.step()
+
+
+def test_inputs_that_one_rank_overwrites(two):
+    theirs, mine = two.errors(overwritten_inputs)
+    assert "were overwritten between backward() and step()" in mine
+    assert "rank 1 cannot correct this step" in theirs
+
+
 def all_change_together():
     ddp, x, t, optimizer, correction = start()
     train(ddp, x, t, optimizer)
@@ -189,6 +219,36 @@ def test_alone_among_others(two):
         expected = one_process(rows)
         assert samples == 4
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def average_of_own_corrections():
+    model, x, t = build("wide", batch=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    correction = consequent.attach(optimizer, model, damping=0.1, across_ranks=False)
+    mean_loss(model(share(x)), share(t)).backward()
+    correction.step()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    optimizer.step()
+    return weights(model)
+
+
+def test_the_average_of_own_corrections(two):
+    """Another algorithm, as the documentation describes it."""
+    parts = [one_process(slice(4)), one_process(slice(4, 8))]
+    for found in two.run(average_of_own_corrections):
+        for name, tensor in found.items():
+            assert torch.allclose(tensor, (parts[0][name] + parts[1][name]) / 2, rtol=0, atol=1e-12)
+
+
+def wrapped_but_alone():
+    ddp, x, t, optimizer, _ = start(across_ranks=False)
+    train(ddp, x, t, optimizer)
+
+
+def test_replicas_must_not_drift_apart(two):
+    assert all("the ranks' weights would drift apart" in error for error in two.errors(wrapped_but_alone))
 
 
 def test_unconnected_ranks_are_warned_of(two):
