@@ -174,3 +174,84 @@ def test_weights_sharded_otherwise_stay_plain(two):
     for plain in two.run(by_columns):
         assert list(plain) == ["0"]
         assert "sharded otherwise than by rows" in plain["0"]
+
+
+# ---- as it is used ----------------------------------------------------------------------------------------------
+
+
+def in_mixed_precision(kind, micro_batches):
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    model, x, t = build(kind, batch=8, dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for child in model.children():
+        if any(True for _ in child.parameters()):
+            fully_shard(child, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    correction = consequent.attach(optimizer, model, damping=DAMPING)
+    pieces = list(zip(share(x).chunk(micro_batches), share(t).chunk(micro_batches), strict=True))
+    for place, (inputs, targets) in enumerate(pieces):
+        model.set_requires_gradient_sync(place == len(pieces) - 1)
+        (mean_loss(model(inputs).float(), targets) / micro_batches).backward()
+    optimizer.step()
+    assert (correction.counters.edited, correction.counters.skipped, correction.samples) == (0, 0, 8)
+    assert not correction.plain
+    return gathered(model)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("kind", ["wide", "tall"])
+def test_mixed_precision(two, kind, micro_batches):
+    model, x, t = build(kind, batch=8)
+    expected = corrected(model, loss_on(x, t), samples=8)
+    for grads in two.run(in_mixed_precision, kind, micro_batches):
+        assert_close(grads, expected, 0.1)  # numbers with 8 bits
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(12, 20), torch.nn.Linear(20, 12)
+
+    def forward(self, x):
+        return x + self.two(torch.relu(self.one(x)))
+
+
+def blocks(wrapper):
+    from torch.utils.checkpoint import checkpoint
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = torch.nn.ModuleList([Block(), Block()])
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False) if wrapper else block(x)
+            return x
+
+    torch.manual_seed(0)
+    model = Net().double()
+    x, t = torch.randn(2, 8, 12, dtype=torch.float64)
+    if wrapper:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        x, t = share(x), share(t)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    consequent.attach(optimizer, model, damping=DAMPING)
+    for _ in range(3):
+        optimizer.zero_grad()
+        mean_loss(model(x), t).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return {n: (p.full_tensor() if wrapper else p).detach().clone() for n, p in model.named_parameters()}
+
+
+def test_blocks_with_activation_checkpointing_and_clipping(two):
+    expected = blocks(None)
+    for found in two.run(blocks, "fsdp"):
+        assert_close(found, expected, 1e-7)
