@@ -15,7 +15,7 @@ from consequent.counters import Counters
 from consequent.describe import describe
 from consequent.foresight import Foresight
 from consequent.groups import Groups
-from consequent.guards import check_optimizer, refuse_uncaptured, warn_of_ranks
+from consequent.guards import check_optimizer, refuse_uncaptured, unwrapped, warn_of_ranks
 from consequent.layers import Layer
 from consequent.precision import in_full_precision
 from consequent.reports import Reports
@@ -124,6 +124,7 @@ class Consequentialism:
     def attach(self, optimizer: Optimizer) -> "Consequentialism":
         """Correct the gradients at every ``optimizer.step()`` from now on."""
         check_optimizer(optimizer)
+        optimizer = unwrapped(optimizer)
         if not self._capture.is_installed:
             raise RuntimeError("this Consequentialism was detached for good; make a new one with consequent.attach()")
         if self.optimizer is not None:
