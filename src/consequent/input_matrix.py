@@ -31,7 +31,10 @@ def split(record: Record, matrix: Tensor) -> list[Tensor]:
     parameters = trained(record)
     widths = [record.features if parameter is record.weight and record.features else 1 for parameter in parameters]
     parts = matrix.split(widths, dim=-1)
-    return [part.reshape(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
+    return [
+        layers.shaped_like_weight(record.layer, part) if parameter is record.weight else part.reshape(parameter.shape)
+        for part, parameter in zip(parts, parameters, strict=True)
+    ]
 
 
 def columns_with_gradient(record: Record) -> list[int]:
@@ -119,10 +122,14 @@ class InputMatrix:
         """
         grad = self.record.weight.grad
         if self.features is not None and grad is not None:
-            if grad.ndim == 2 and grad.is_contiguous() and grad.dtype == coefficients.dtype:
-                torch.mm(coefficients[0].mT, self.features[0], out=grad)
+            layer = self.record.layer
+            if layers.is_dense(layer) and grad.is_contiguous() and grad.dtype == coefficients.dtype:
+                left, right = coefficients[0], self.features[0]
+                if layers.is_transposed(layer):
+                    left, right = right, left
+                torch.mm(left.mT, right, out=grad)
             else:
-                grad.copy_((coefficients.mT @ self.features).reshape(grad.shape))
+                grad.copy_(layers.shaped_like_weight(layer, coefficients.mT @ self.features))
         sums: tuple[Tensor, ...] = ()
         if self.has_one_bias_everywhere:
             sums = (coefficients.sum(-2),)

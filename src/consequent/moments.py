@@ -49,7 +49,7 @@ def second_moment(layer: Layer, inputs: Tensor, *, ones: bool) -> Tensor:
     if moment is not None:
         return moment
     inputs = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
-    if isinstance(layer, nn.Linear):
+    if layers.is_dense(layer):
         rows = inputs.reshape(1, -1, inputs.shape[-1])
         return _with_ones(rows.mT @ rows, rows.sum(-2), rows.shape[-2]) if ones else rows.mT @ rows
     images, padding = _without_strides_of_points(layer, inputs)
@@ -108,7 +108,7 @@ def _moment_by_kernel(layer: Layer, inputs: Tensor, *, ones: bool) -> Tensor | N
         return None
     from consequent.kernels import moment as kernel
 
-    if isinstance(layer, nn.Linear):
+    if layers.is_dense(layer):
         rows = inputs.reshape(-1, inputs.shape[-1])
         if inputs.dtype != torch.float32 and inputs.shape[-1] >= WIDE:
             moment = torch.mm(rows.mT, rows, out_dtype=torch.float32)[None]  # exact products, summed in float32
@@ -139,7 +139,7 @@ def _pair(sizes: tuple[int, ...]) -> tuple[int, int]:
 
 def _without_strides_of_points(layer: Layer, inputs: Tensor) -> tuple[Tensor, Sides]:
     """The images and the zeros around them; where the kernel is a point, only the pixels that it meets."""
-    assert not isinstance(layer, nn.Linear)
+    assert not layers.is_dense(layer)
     images, padding = inputs, layers.padding_sides(layer)
     skips = [s if k == 1 else 1 for s, k in zip(layer.stride, layer.kernel_size, strict=True)]
     skipping = any(skip > 1 for skip in skips)

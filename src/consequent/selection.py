@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from consequent.layers import LAYER_TYPES, Layer, groups, spatial_dims
+from consequent.layers import Layer, groups, is_layer, is_transposed, spatial_dims
 
 Pattern = type[nn.Module] | str | re.Pattern[str]
 Patterns = Pattern | Iterable[Pattern]
@@ -45,7 +45,7 @@ def select_layers(model: nn.Module, include: Patterns | None, exclude: Patterns)
     for name, module in named.items():
         if not _has_parameters(module):
             continue
-        if not isinstance(module, LAYER_TYPES):
+        if not is_layer(module):
             reason = f"{type(module).__name__} is not a Linear or Conv1d/2d/3d layer"
         elif name in unwanted:
             reason = "excluded"
@@ -54,7 +54,7 @@ def select_layers(model: nn.Module, include: Patterns | None, exclude: Patterns)
         else:
             reason = _why_not(name, module, named.get(name.rpartition(".")[0]))
         if reason is None:
-            assert isinstance(module, LAYER_TYPES)
+            assert is_layer(module)
             corrected[name] = module
         else:
             plain[name] = reason
@@ -119,8 +119,8 @@ def _leave_out_shared(corrected: dict[str, Layer], plain: dict[str, str], named:
             return
 
 
-def _shape(layer: Layer) -> tuple[int, int]:
-    return spatial_dims(layer), groups(layer)
+def _shape(layer: Layer) -> tuple[int, int, bool]:
+    return spatial_dims(layer), groups(layer), is_transposed(layer)
 
 
 def listed(patterns: Patterns, argument: str) -> list[Pattern]:

@@ -10,8 +10,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from consequent import layers
 from consequent.explained import factor_of_gradient
 from consequent.input_matrix import InputMatrix
 from consequent.record import Record
@@ -59,7 +60,7 @@ def _is_usual(record: Record) -> bool:
         return False
     use = record.uses[0]
     return (
-        isinstance(record.layer, nn.Linear)
+        layers.is_dense(record.layer)
         and use.inputs is not None
         and use.rows > 0
         and use.dtype in (torch.float32, torch.float64)

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import plain
 
 import consequent
+from trainers import plain
 
 accelerate = pytest.importorskip("accelerate")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import plain
 
 import consequent
+from trainers import plain
 
 lightning = pytest.importorskip("lightning.pytorch")
 from consequent.integrations.lightning import ConsequentialismCallback  # noqa: E402
