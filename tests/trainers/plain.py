@@ -37,7 +37,7 @@ def make_optimizer(model):
 
 
 def train(model, images, labels, *, accumulate=1, clip=None, bfloat16=False, optimizer=None):
-    """Returns the correction. A last incomplete accumulation does not occur in the tests."""
+    """Returns the correction. The divisor is the same for an incomplete accumulation at the end."""
     optimizer = make_optimizer(model) if optimizer is None else optimizer
     correction = consequent.attach(optimizer, model, damping=DAMPING)
     context = torch.autocast("cpu", torch.bfloat16) if bfloat16 else contextlib.nullcontext()
@@ -46,7 +46,7 @@ def train(model, images, labels, *, accumulate=1, clip=None, bfloat16=False, opt
         with context:
             loss = F.cross_entropy(model(x).float(), t)
         (loss / accumulate).backward()
-        if (index + 1) % accumulate == 0:
+        if (index + 1) % accumulate == 0 or index + 1 == len(batches):
             if clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()

@@ -79,6 +79,15 @@ def test_a_resumed_training_gives_the_same_weights(how, tmp_path):
     assert resumed.correction.counters == whole.correction.counters
 
 
+def test_an_incomplete_accumulation_at_the_end_of_an_epoch():
+    """Accelerate divides by the number of micro-batches that should have been."""
+    run, expected = Run(accumulate=4), plain.make_model()
+    run.train(*plain.make_data(6))
+    plain.train(expected, *plain.make_data(6), accumulate=4)
+    plain.check_equal(run.model, expected)
+    assert run.correction.samples == 2 * plain.BATCH
+
+
 def test_detaching_by_the_wrapped_optimizer_leaves_plain_sgd():
     run, expected = Run(how="attached after"), plain.make_model()
     run.correction.detach()

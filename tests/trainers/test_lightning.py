@@ -94,6 +94,16 @@ def test_a_resumed_training_gives_the_same_weights(how, tmp_path):
         assert whole[0].corrections[0].counters.steps == 4
 
 
+def test_an_incomplete_accumulation_at_the_end_of_an_epoch(tmp_path):
+    """Lightning divides by the number of micro-batches that should have been."""
+    module, expected = Module(), plain.make_model()
+    callback = ConsequentialismCallback(damping=plain.DAMPING)
+    trainer(tmp_path, [callback], enable_checkpointing=False, accumulate=4).fit(module, loader(6))
+    plain.train(expected, *plain.make_data(6), accumulate=4)
+    plain.check_equal(module.model, expected)
+    assert callback.corrections[0].samples == 2 * plain.BATCH
+
+
 def test_nothing_stays_attached(tmp_path):
     module, callback = Module(), ConsequentialismCallback()
     trainer(tmp_path, [callback], enable_checkpointing=False).fit(module, loader(2))

@@ -123,6 +123,29 @@ def test_a_resumed_training_gives_the_same_weights(how, tmp_path):
     plain.check_equal(resumed, expected)
 
 
+class MeanOfItsOwn(Model):
+    """Like BertForSequenceClassification: takes any argument, and divides its loss by the micro-batch nevertheless."""
+
+    def forward(self, images, labels, **others):
+        return super().forward(images, labels)
+
+
+@pytest.mark.parametrize("is_scaled", [None, False])
+def test_a_model_that_does_not_divide_as_it_is_told(is_scaled, tmp_path):
+    """The Trainer trusts it, so without the flag all gradients, plain ones too, are as many times too large as there
+    are micro-batches.
+    """
+    model, expected = MeanOfItsOwn(), plain.make_model()
+    running = trainer(model, [ConsequentialismCallback(damping=plain.DAMPING)], 4, tmp_path, accumulate=4)
+    running.loss_is_scaled_for_ga = is_scaled
+    running.train()
+    plain.train(expected, *plain.make_data(4), accumulate=4)
+    ratio = 1 if is_scaled is False else 4
+    start = plain.make_model()
+    for value, theirs, before in zip(model.parameters(), expected.parameters(), start.parameters(), strict=True):
+        torch.testing.assert_close(value - before, ratio * (theirs - before), rtol=1e-3, atol=1e-6)
+
+
 def test_nothing_stays_attached(tmp_path):
     model, callback = Model(), ConsequentialismCallback()
     trainer(model, [callback], 2, tmp_path).train()

@@ -2,7 +2,6 @@
 
 from typing import Any, Unpack
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -21,6 +20,10 @@ class ConsequentialismCallback(TrainerCallback):
     accumulated micro-batches), and with ``loss_reduction="mean"`` the correction takes the same number. (It is on the
     model's device, so on a GPU each step waits for it; a ``loss_reduction`` of your own does not.) Where a model is
     told nothing, it is the number of samples as everywhere.
+
+    Some models are told and divide by their micro-batch nevertheless (``BertForSequenceClassification`` in transformers
+    5.22). With gradient accumulation all gradients are then too large, plain ones too, as many times as there are
+    micro-batches: ``trainer.loss_is_scaled_for_ga = False`` helps.
 
     A loss without a mean over samples or tokens (the ``MSELoss`` of regression heads, a ``compute_loss_func`` with a
     divisor of its own) needs an explicit ``loss_reduction``.
@@ -57,8 +60,7 @@ class ConsequentialismCallback(TrainerCallback):
         self._detach()
 
     def _note_items(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():  # not an evaluation in between
-            self._items = kwargs.get("num_items_in_batch")
+        self._items = kwargs.get("num_items_in_batch")
 
     def _divisor(self, samples: int) -> float:
         return float(samples if self._items is None else self._items)
