@@ -94,6 +94,14 @@ def test_a_resumed_training_gives_the_same_weights(how, tmp_path):
         assert whole[0].corrections[0].counters.steps == 4
 
 
+def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path):
+    callback = ConsequentialismCallback()
+    running = trainer(tmp_path, [callback], enable_checkpointing=False)
+    callback.load_state_dict({"corrections": [{}, {}]})
+    with pytest.raises(ValueError, match="written with 2 optimisers, and now there are 1"):
+        running.fit(Module(), loader(2))
+
+
 def test_an_incomplete_accumulation_at_the_end_of_an_epoch(tmp_path):
     """Lightning divides by the number of micro-batches that should have been."""
     module, expected = Module(), plain.make_model()

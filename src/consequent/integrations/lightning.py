@@ -43,9 +43,13 @@ class ConsequentialismCallback(Callback):
         """The optimisers exist now, the first batch is still to come."""
         self._detach()  # after a training that raised
         self.corrections = [attach(o, pl_module, self.damping, **self.options) for o in trainer.optimizers]
-        for correction, state in zip(self.corrections, self._loaded, strict=bool(self._loaded)):
+        loaded, self._loaded = self._loaded, []
+        if loaded and len(loaded) != len(self.corrections):
+            raise ValueError(
+                f"the checkpoint was written with {len(loaded)} optimisers, and now there are {len(self.corrections)}"
+            )
+        for correction, state in zip(self.corrections, loaded, strict=False):
             correction.load_state_dict(state)
-        self._loaded = []
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Training is over."""

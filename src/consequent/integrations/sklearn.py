@@ -170,7 +170,7 @@ class _ConsequentialMLP(BaseEstimator):
 
 
 class ConsequentialMLPClassifier(ClassifierMixin, _ConsequentialMLP):
-    """A multi-layer perceptron with softmax cross-entropy, trained with C-SGD.
+    """A multi-layer perceptron with softmax cross-entropy, trained with C-SGD on the CPU.
 
     Args:
         hidden_layer_sizes: how wide each hidden layer is; they are followed by ReLU.
@@ -266,7 +266,7 @@ class ConsequentialMLPClassifier(ClassifierMixin, _ConsequentialMLP):
 
 
 class ConsequentialMLPRegressor(MultiOutputMixin, RegressorMixin, _ConsequentialMLP):
-    """A multi-layer perceptron with half the squared error, trained with C-SGD. Scale the targets to about 1.
+    """A multi-layer perceptron with half the squared error, trained with C-SGD on the CPU. Scale the targets to ≈ 1.
 
     Args:
         hidden_layer_sizes: and all further parameters: as for :class:`ConsequentialMLPClassifier`.
