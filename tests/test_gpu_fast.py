@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import consequent
 from consequent import kernels
-from consequent_lab.models import residual_net
+from consequent_lab.models import mlp, residual_net
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,6 +66,22 @@ def test_kernels_give_what_torch_gives(monkeypatch):
     monkeypatch.setattr(kernels, "run_on", lambda device: False)
     expected, _ = trained(start, steps=3)
     assert distance(actual, expected, start) < 2e-2
+
+
+def test_more_rows_than_the_dense_kernel_takes():
+    torch.manual_seed(0)
+    start = mlp(200, [180, 190], 10).cuda()
+    generator = torch.Generator().manual_seed(1)
+    inputs, labels = torch.randn(100, 200, generator=generator), torch.randint(0, 10, (100,), generator=generator)
+    models = []
+    for device, dtype in (("cuda", torch.float32), ("cpu", torch.float64)):
+        model = copy.deepcopy(start).to(device, dtype)
+        optimizer = consequent.CSGD(model, lr=0.05, damping=0.1)
+        for _ in range(4):
+            take_step(model, optimizer, inputs.to(device, dtype), labels.to(device))
+        assert repr(optimizer.correction).count("solved on the sample side") == 3
+        models.append(model)
+    assert distance(models[0], models[1], start) < 1e-3
 
 
 def test_no_race_between_the_streams():

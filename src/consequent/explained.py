@@ -19,7 +19,8 @@ PROBES = 4
 
 def factor_of_gradient(record: Record, rows: InputMatrix) -> float | Tensor | None:
     """The scalar c with ``.grad = c ΔZᵀX``; None if there is none. Looks at the numbers, so not for a busy GPU."""
-    expected, found, sizes = _probe(record, rows)
+    left, right, found = _products(record, rows)
+    expected, sizes = _expected(left, right)
     tolerance = rounding(record)
     if bool(((found - expected).abs() <= tolerance * sizes).all()):
         record.verified = True
@@ -31,13 +32,19 @@ def factor_of_gradient(record: Record, rows: InputMatrix) -> float | Tensor | No
     return factor
 
 
-def factor_on_device(record: Record, rows: InputMatrix) -> tuple[Tensor, Tensor, Tensor]:
-    """The same without looking: the factor, whether there is none, and a number that is NaN or inf if any was met."""
-    expected, found, sizes = _probe(record, rows)
-    squared = expected.square().sum()
-    factor = torch.where(squared > 0, (found * expected).sum() / squared, 1.0).to(found.dtype)
-    edited = ((found - factor * expected).abs() > rounding(record) * factor.abs() * sizes).float().mean() > 0.5
-    return factor, edited, found.sum()
+def factors_on_device(members: list[InputMatrix]) -> tuple[Tensor, Tensor, Tensor]:
+    """The same without looking, for records with as many rows each.
+
+    Returns:
+        ``[records]`` each: the factors, whether there is none, and numbers that are NaN or inf where any was met.
+    """
+    left, right, found = (torch.stack(parts) for parts in zip(*(_products(m.record, m) for m in members), strict=True))
+    expected, sizes = _expected(left, right)
+    squared = expected.square().sum((-2, -1))
+    factors = torch.where(squared > 0, (found * expected).sum((-2, -1)) / squared, 1.0)
+    tolerance = rounding(members[0].record) * factors.abs()[:, None, None] * sizes
+    edited = ((found - factors[:, None, None] * expected).abs() > tolerance).float().mean((-2, -1)) > 0.5
+    return factors, edited, found.sum((-2, -1))
 
 
 def is_explained(record: Record) -> bool:
@@ -70,11 +77,12 @@ def rounding(record: Record) -> float:
     return 32 * torch.finfo(dtype).eps if dtype.itemsize >= 4 else 2 * torch.finfo(dtype).eps
 
 
-def _probe(record: Record, rows: InputMatrix) -> tuple[Tensor, Tensor, Tensor]:
-    """``(ΔZ u) · (X v)`` and ``u G v`` for a few random u and v, and the sizes that bound the first.
+def _products(record: Record, rows: InputMatrix) -> tuple[Tensor, Tensor, Tensor]:
+    """``ΔZ u`` and ``X v``, ``[groups, rows, probes]``, and ``u G v``, ``[groups, probes]``, for a few random u and v.
 
-    They agree if ``G = ΔZᵀX``; G is read once, while computing ``ΔZᵀX`` again would cost as much as backpropagation.
-    The columns of the biases, X's and G's, are multiplied apart: to join them to the others would copy all of both.
+    ``(ΔZ u) · (X v)`` agrees with the last if ``G = ΔZᵀX``; G is read once, while computing ``ΔZᵀX`` again would cost
+    as much as backpropagation. The columns of the biases, X's and G's, are multiplied apart: to join them to the others
+    would copy all of both.
     """
     X, dZ = rows.features, rows.output_grads
     u = _signs(dZ.shape[-1], dZ)
@@ -91,8 +99,12 @@ def _probe(record: Record, rows: InputMatrix) -> tuple[Tensor, Tensor, Tensor]:
             sign = _signs(place, dZ)[-1]
             column, ones = column * sign, ones * sign
         found, right = found + column, right + ones
-    expected = (left * right).sum(-2)
-    return expected, (found * u).sum(-2), vector_norm(left, dim=-2) * vector_norm(right, dim=-2)
+    return left, right, (found * u).sum(-2)
+
+
+def _expected(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """``(ΔZ u) · (X v)``, and the sizes that bound it: rounding is measured in them."""
+    return (left * right).sum(-2), vector_norm(left, dim=-2) * vector_norm(right, dim=-2)
 
 
 def _signs(size: int, like: Tensor) -> Tensor:

@@ -111,15 +111,19 @@ class InputMatrix:
         features = None if self.features is None else self.features.double()
         return InputMatrix(self.record, features, self.output_grads.double())
 
-    def combine_into_gradients(self, coefficients: Tensor) -> None:
-        """Write ``coefficientsᵀ X`` to the gradients, in place.
+    def combine_into_gradients(self, coefficients: Tensor, kept: Tensor | None = None) -> None:
+        """Write ``coefficientsᵀ X`` to the gradients, in place; with ``kept``, plus ``kept`` times what is there.
 
         Args:
             coefficients: ``[groups, rows, out_features]``.
+            kept: ``[groups]``; a gradient that is kept 0 times may hold anything.
         """
         grad = self.record.weight.grad
         if self.features is not None and grad is not None:
-            if grad.ndim == 2 and grad.is_contiguous() and grad.dtype == coefficients.dtype:
+            if kept is not None:
+                old = _times(layers.weight_matrix(self.record.layer, grad).to(coefficients.dtype), kept)
+                grad.copy_(torch.baddbmm(old, coefficients.mT, self.features).reshape(grad.shape))
+            elif grad.ndim == 2 and grad.is_contiguous() and grad.dtype == coefficients.dtype:
                 torch.mm(coefficients[0].mT, self.features[0], out=grad)
             else:
                 grad.copy_((coefficients.mT @ self.features).reshape(grad.shape))
@@ -130,7 +134,15 @@ class InputMatrix:
             sums = (coefficients.mT @ self.ones).unbind(-1)
         for bias, gradient in zip(self.biases, sums, strict=True):
             assert bias.grad is not None
+            if kept is not None:
+                gradient = gradient + _times(bias.grad.view(*gradient.shape).to(gradient.dtype), kept)
             bias.grad.copy_(gradient.reshape(bias.shape))
+
+
+def _times(gradient: Tensor, kept: Tensor) -> Tensor:
+    """The gradient, ``[groups, ...]``, times a number for each group; 0 times infinity is 0."""
+    factors = kept.view(-1, *[1] * (gradient.ndim - 1))
+    return torch.where(factors > 0, gradient * factors, 0)
 
 
 def _concatenated(blocks: list[Tensor]) -> Tensor:
