@@ -17,29 +17,34 @@ from consequent.record import Record
 PROBES = 4
 
 
-def factor_of_gradient(record: Record, rows: InputMatrix) -> float | Tensor | None:
-    """The scalar c with ``.grad = c ΔZᵀX``; None if there is none. Looks at the numbers, so not for a busy GPU."""
-    left, right, found = _products(record, rows)
-    expected, sizes = _expected(left, right)
-    tolerance = rounding(record)
-    if bool(((found - expected).abs() <= tolerance * sizes).all()):
-        record.verified = True
-        return 1.0
-    X, dZ = rows.whole(), rows.output_grads
-    factor = multiple(gradient_matrix(record).to(X.dtype), dZ.mT @ X, tolerance * X.norm() * dZ.norm())
-    if factor is not None:
-        record.verified = True
-    return factor
+def factors_of_gradients(members: list[InputMatrix]) -> list[float | Tensor | None]:
+    """The scalars c with ``.grad = c ΔZᵀX``, for records with as many rows each; None where there is none.
+
+    Looks at the numbers, so not for a busy GPU.
+    """
+    found, expected, sizes = _probe(members)
+    tolerance = rounding(members[0].record)
+    plain = ((found - expected).abs() <= tolerance * sizes).all(-1).all(-1).tolist()
+    factors: list[float | Tensor | None] = []
+    for rows, is_plain in zip(members, plain, strict=True):
+        factor: float | Tensor | None = 1.0
+        if not is_plain:
+            X, dZ = rows.whole(), rows.output_grads
+            gradient = gradient_matrix(rows.record).to(X.dtype)
+            factor = multiple(gradient, dZ.mT @ X, tolerance * X.norm() * dZ.norm())
+        if factor is not None:
+            rows.record.verified = True
+        factors.append(factor)
+    return factors
 
 
 def factors_on_device(members: list[InputMatrix]) -> tuple[Tensor, Tensor, Tensor]:
-    """The same without looking, for records with as many rows each.
+    """The same without looking.
 
     Returns:
         ``[records]`` each: the factors, whether there is none, and numbers that are NaN or inf where any was met.
     """
-    left, right, found = (torch.stack(parts) for parts in zip(*(_products(m.record, m) for m in members), strict=True))
-    expected, sizes = _expected(left, right)
+    found, expected, sizes = _probe(members)
     squared = expected.square().sum((-2, -1))
     factors = torch.where(squared > 0, (found * expected).sum((-2, -1)) / squared, 1.0)
     tolerance = rounding(members[0].record) * factors.abs()[:, None, None] * sizes
@@ -77,12 +82,21 @@ def rounding(record: Record) -> float:
     return 32 * torch.finfo(dtype).eps if dtype.itemsize >= 4 else 2 * torch.finfo(dtype).eps
 
 
-def _products(record: Record, rows: InputMatrix) -> tuple[Tensor, Tensor, Tensor]:
-    """``ΔZ u`` and ``X v``, ``[groups, rows, probes]``, and ``u G v``, ``[groups, probes]``, for a few random u and v.
+def _probe(members: list[InputMatrix]) -> tuple[Tensor, Tensor, Tensor]:
+    """``u G v`` and ``(ΔZ u) · (X v)`` for a few random u and v, which agree if ``G = ΔZᵀX``, and sizes for rounding.
 
-    ``(ΔZ u) · (X v)`` agrees with the last if ``G = ΔZᵀX``; G is read once, while computing ``ΔZᵀX`` again would cost
-    as much as backpropagation. The columns of the biases, X's and G's, are multiplied apart: to join them to the others
-    would copy all of both.
+    Each is ``[members, groups, probes]``. G is read once, while computing ``ΔZᵀX`` again would cost as much as
+    backpropagation.
+    """
+    products = [_products(rows.record, rows) for rows in members]
+    left, right, found = (torch.stack(parts) for parts in zip(*products, strict=True))
+    return found, (left * right).sum(-2), vector_norm(left, dim=-2) * vector_norm(right, dim=-2)
+
+
+def _products(record: Record, rows: InputMatrix) -> tuple[Tensor, Tensor, Tensor]:
+    """``ΔZ u`` and ``X v``, ``[groups, rows, probes]``, and ``u G v``, ``[groups, probes]``.
+
+    The columns of the biases, X's and G's, are multiplied apart: to join them to the others would copy all of both.
     """
     X, dZ = rows.features, rows.output_grads
     u = _signs(dZ.shape[-1], dZ)
@@ -100,11 +114,6 @@ def _products(record: Record, rows: InputMatrix) -> tuple[Tensor, Tensor, Tensor
             column, ones = column * sign, ones * sign
         found, right = found + column, right + ones
     return left, right, (found * u).sum(-2)
-
-
-def _expected(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """``(ΔZ u) · (X v)``, and the sizes that bound it: rounding is measured in them."""
-    return (left * right).sum(-2), vector_norm(left, dim=-2) * vector_norm(right, dim=-2)
 
 
 def _signs(size: int, like: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from consequent import layers
-from consequent.explained import factor_of_gradient, is_explained
+from consequent.explained import factors_of_gradients, is_explained
 from consequent.input_matrix import InputMatrix, columns_with_gradient, gradient_matrix, split, trained
 from consequent.inverse_factor import inverse_factor
 from consequent.record import Record
@@ -114,7 +114,7 @@ def _on_sample_side(record: Record, damping: Damping) -> Update:
     gram, dZ = rows.gram(), rows.output_grads
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     level = damping.absolute(trace, record.rows)
-    factor = factor_of_gradient(record, rows)
+    (factor,) = factors_of_gradients([rows])
     if factor is None:
         X = rows.whole()
         gradient = correct_any_gradient(gradient_matrix(record).to(X.dtype), X, level)
