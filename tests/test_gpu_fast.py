@@ -11,6 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import consequent
 from consequent import kernels
+from consequent.input_matrix import InputMatrix
+from consequent.moments import second_moment
+from consequent.record import Record
 from consequent_lab.models import mlp, residual_net
 
 pytestmark = [
@@ -82,6 +85,19 @@ def test_more_rows_than_the_dense_kernel_takes():
         assert repr(optimizer.correction).count("solved on the sample side") == 3
         models.append(model)
     assert distance(models[0], models[1], start) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_inputs_are_multiplied_exactly(dtype):
+    rows = torch.randn(300, 400, device="cuda").to(dtype)
+    whole = torch.cat([rows.double(), rows.new_ones(300, 1).double()], dim=1)
+    moment = second_moment(nn.Linear(400, 3).cuda(), rows, ones=True)[0].double()
+    assert (moment - whole.mT @ whole).abs().max() <= 1e-5 * (whole.mT @ whole).abs().max()
+    layer = nn.Linear(400, 3).cuda()
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    record = Record(layer.weight)
+    gram = InputMatrix(record, rows[None], torch.zeros(1, 300, 3, device="cuda")).gram()[0].double()
+    assert (gram - rows.double() @ rows.double().mT).abs().max() <= 1e-5 * gram.abs().max()
 
 
 def test_no_race_between_the_streams():

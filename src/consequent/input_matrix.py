@@ -45,7 +45,7 @@ class InputMatrix:
     """The rows of all uses of a weight, the constant 1 of its biases kept apart: it need not be multiplied."""
 
     record: Record
-    features: Tensor | None  # [groups, rows, D]; None where the weight has no gradient
+    captured: Tensor | None  # [groups, rows, D], as they met the weight; None where that has no gradient
     output_grads: Tensor  # [groups, rows, out_features]
 
     @classmethod
@@ -53,13 +53,20 @@ class InputMatrix:
         """The rows that the record has kept, in float32 or better."""
         for use in record.uses:
             use.refuse_overwritten_inputs()
-        dZ = _concatenated(
-            [layers.output_rows(use.layer, use.output_grad) for use in record.uses if use.output_grad is not None]
+        dZ = _in_float32(
+            _concatenated(
+                [layers.output_rows(use.layer, use.output_grad) for use in record.uses if use.output_grad is not None]
+            )
         )
         X = None
         if record.features and record.weight.grad is not None:
             X = _concatenated([layers.input_rows(u.layer, u.inputs) for u in record.uses if u.inputs is not None])
         return cls(record, X, dZ)
+
+    @cached_property
+    def features(self) -> Tensor | None:
+        """``[groups, rows, D]``, in float32 or better; None where the weight has no gradient."""
+        return None if self.captured is None else _in_float32(self.captured)
 
     @property
     def biases(self) -> list[Tensor]:
@@ -91,9 +98,14 @@ class InputMatrix:
 
     def gram(self) -> Tensor:
         """``[groups, rows, rows]``: the inner products of all rows."""
-        X = self.features
         dZ = self.output_grads
-        gram = dZ.new_zeros(dZ.shape[0], dZ.shape[1], dZ.shape[1]) if X is None else torch.bmm(X, X.mT)
+        if self.captured is None:
+            gram = dZ.new_zeros(dZ.shape[0], dZ.shape[1], dZ.shape[1])
+        elif self.captured.is_cuda and self.captured.dtype.itemsize < 4:  # exact products, summed in float32
+            gram = torch.bmm(self.captured, self.captured.mT, out_dtype=torch.float32)
+        else:
+            assert self.features is not None
+            gram = torch.bmm(self.features, self.features.mT)
         if self.has_one_bias_everywhere:
             return gram.add_(1)
         return gram if self.ones is None else gram.add_(self.ones @ self.ones.mT)
@@ -146,5 +158,9 @@ def _times(gradient: Tensor, kept: Tensor) -> Tensor:
 
 
 def _concatenated(blocks: list[Tensor]) -> Tensor:
-    matrix = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
-    return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+
+
+def _in_float32(matrix: Tensor) -> Tensor:
+    """The matrix in float32, or as it is if that is better."""
+    return matrix if matrix.dtype.itemsize >= 4 else matrix.float()
