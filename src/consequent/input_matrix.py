@@ -101,8 +101,9 @@ class InputMatrix:
         dZ = self.output_grads
         if self.captured is None:
             gram = dZ.new_zeros(dZ.shape[0], dZ.shape[1], dZ.shape[1])
-        elif self.captured.is_cuda and self.captured.dtype.itemsize < 4:  # exact products, summed in float32
-            gram = torch.bmm(self.captured, self.captured.mT, out_dtype=torch.float32)
+        elif self.captured.is_cuda and self.captured.dtype.itemsize < 4 and len(self.captured) == 1:
+            X = self.captured[0]
+            gram = torch.mm(X, X.mT, out_dtype=torch.float32)[None]  # exact products, summed in float32
         else:
             assert self.features is not None
             gram = torch.bmm(self.features, self.features.mT)
