@@ -9,7 +9,8 @@
 
 A checkpoint knows how long the metrics were when it was written, and their digest. A run that goes on from it cuts off
 what came later, a torn last line included, and writes it again. Files other than the metrics take the place of their
-predecessors at once, when they are complete and on the disk. Reading needs no torch, except for checkpoints.
+predecessors at once, when they are complete and on the disk, and hold a digest of themselves. Reading needs no torch,
+except for checkpoints.
 """
 
 import functools
@@ -258,7 +259,8 @@ class RunFolder:
         return self.path / name
 
     def _write_json(self, name: str, value: dict[str, Any]) -> None:
-        self._write(name, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        text = json.dumps(sealed(value), indent=1, ensure_ascii=False, allow_nan=False)
+        self._write(name, (text + "\n").encode())
 
     def _write(self, name: str, *parts: "bytes | memoryview") -> None:
         def write(file: IO[bytes]) -> None:
@@ -297,6 +299,24 @@ def parsed(data: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DamagedFileError(f"{where} is damaged: not a JSON object")
     return value
+
+
+def sealed(value: dict[str, Any], following: bytes = b"") -> dict[str, Any]:
+    """Returns a JSON object with a digest of itself, and of what follows it in its file."""
+    return {**value, "sha256": _digest(value, following)}
+
+
+def unsealed(value: dict[str, Any], where: str, following: bytes = b"") -> dict[str, Any]:
+    """Returns the object without its digest; raises DamagedFileError, naming where it is from, if that does not fit."""
+    rest = {name: entry for name, entry in value.items() if name != "sha256"}
+    if value.get("sha256") != _digest(rest, following):
+        raise DamagedFileError(f"{where} is damaged: its contents do not have the digest that was written with them")
+    return rest
+
+
+def _digest(value: dict[str, Any], following: bytes) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode() + b"\n" + following).hexdigest()
 
 
 def all_runs(runs: Path) -> list[RunFolder]:
@@ -369,7 +389,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    return parsed(path.read_bytes(), str(path))
+    return unsealed(parsed(path.read_bytes(), str(path)), str(path))
 
 
 def _as_tuple(value: Any) -> Any:

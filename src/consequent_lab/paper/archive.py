@@ -17,7 +17,7 @@ from typing import Any
 
 from consequent_lab.paper.measures import Curve
 from consequent_lab.records import write_atomically
-from consequent_lab.runs import DamagedFileError, RunFolder, config_from, parsed
+from consequent_lab.runs import DamagedFileError, RunFolder, config_from, parsed, sealed, unsealed
 from consequent_lab.train_config import TrainConfig
 
 DIGITS = 6
@@ -133,10 +133,10 @@ def compact_path(root: Path, recipe: str, variant: str, seed: int) -> Path:
 
 def write_compact(run: KeptRun, root: Path) -> Path:
     """Writes a run's compact file and returns its path."""
-    head = {**asdict(run), "lines": len(run.lines)}
+    readings = "".join(_line(entry) for entry in run.lines).encode()
+    head = sealed({**asdict(run), "lines": len(run.lines)}, readings)
     path = compact_path(root, run.recipe, run.variant, run.seed)
-    text = "".join(_line(entry) for entry in [head, *run.lines])
-    write_atomically(path, lambda file: file.write(text.encode()))
+    write_atomically(path, lambda file: file.write(_line(head).encode() + readings))
     return path
 
 
@@ -146,17 +146,15 @@ def read_compact(path: Path) -> KeptRun:
     Raises:
         DamagedFileError: if the file is not what was written.
     """
-    first, *rest = path.read_bytes().splitlines() or [b""]
-    head = parsed(first, f"{path}, line 1,")
-    lines = [parsed(line, f"{path}, line {number},") for number, line in enumerate(rest, start=2)]
+    first, _, readings = path.read_bytes().partition(b"\n")
+    head = unsealed(parsed(first, f"{path}, line 1,"), str(path), readings)
+    lines = [parsed(line, f"{path}, line {number},") for number, line in enumerate(readings.splitlines(), start=2)]
     try:
-        expected = head.pop("lines")
+        head.pop("lines")
         config = config_from(head.pop("config"), TrainConfig, str(path))
         run = KeptRun(config=config, lines=lines, **head)
     except (KeyError, TypeError) as error:
         raise DamagedFileError(f"{path} is damaged: its first line does not describe a run ({error})") from error
-    if expected != len(lines):
-        raise DamagedFileError(f"{path} is damaged: it has {len(lines)} readings and was written with {expected}")
     if path != compact_path(path.parents[2], run.recipe, run.variant, run.seed):
         raise DamagedFileError(f"{path} holds {run.name}: it is not where it belongs")
     return run
