@@ -20,15 +20,17 @@ PROBES = 4
 def factors_of_gradients(members: list[InputMatrix]) -> list[float | Tensor | None]:
     """The scalars c with ``.grad = c ΔZᵀX``, for records with as many rows each; None where there is none.
 
-    Looks at the numbers, so not for a busy GPU.
+    Where c is not 1, ΔZ is brought to a usual size first, and c belongs to that: the scale of a GradScaler can be so
+    large that squares overflow. Looks at the numbers, so not for a busy GPU.
     """
-    found, expected, sizes = _probe(members)
+    found, expected, sizes, unit = _probe(members)
     tolerance = rounding(members[0].record)
-    plain = ((found - expected).abs() <= tolerance * sizes).all(-1).all(-1).tolist()
+    plain = ((found - unit * expected).abs() <= tolerance * unit * sizes).all(-1).all(-1).tolist()
     factors: list[float | Tensor | None] = []
     for rows, is_plain in zip(members, plain, strict=True):
         factor: float | Tensor | None = 1.0
         if not is_plain:
+            rows.bring_to_usual_size()
             X, dZ = rows.whole(), rows.output_grads
             gradient = gradient_matrix(rows.record).to(X.dtype)
             factor = multiple(gradient, dZ.mT @ X, tolerance * X.norm() * dZ.norm())
@@ -44,12 +46,12 @@ def factors_on_device(members: list[InputMatrix]) -> tuple[Tensor, Tensor, Tenso
     Returns:
         ``[records]`` each: the factors, whether there is none, and numbers that are NaN or inf where any was met.
     """
-    found, expected, sizes = _probe(members)
-    squared = expected.square().sum((-2, -1))
-    factors = torch.where(squared > 0, (found * expected).sum((-2, -1)) / squared, 1.0)
-    tolerance = rounding(members[0].record) * factors.abs()[:, None, None] * sizes
-    edited = ((found - factors[:, None, None] * expected).abs() > tolerance).float().mean((-2, -1)) > 0.5
-    return factors, edited, found.sum((-2, -1))
+    found, expected, sizes, unit = _probe(members)
+    squared = expected.square().sum((-2, -1), keepdim=True)
+    factors = torch.where(squared > 0, (found * expected).sum((-2, -1), keepdim=True) / squared, unit)
+    tolerance = rounding(members[0].record) * factors.abs() * sizes
+    edited = ((found - factors * expected).abs() > tolerance).float().mean((-2, -1)) > 0.5
+    return (factors / unit)[:, 0, 0], edited, found.sum((-2, -1))
 
 
 def is_explained(record: Record) -> bool:
@@ -82,15 +84,20 @@ def rounding(record: Record) -> float:
     return 32 * torch.finfo(dtype).eps if dtype.itemsize >= 4 else 2 * torch.finfo(dtype).eps
 
 
-def _probe(members: list[InputMatrix]) -> tuple[Tensor, Tensor, Tensor]:
+def _probe(members: list[InputMatrix]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``u G v`` and ``(ΔZ u) · (X v)`` for a few random u and v, which agree if ``G = ΔZᵀX``, and sizes for rounding.
 
     Each is ``[members, groups, probes]``. G is read once, while computing ``ΔZᵀX`` again would cost as much as
-    backpropagation.
+    backpropagation. All but the first are in a unit, ``[members, 1, 1]``, which is returned as well: the scale of a
+    GradScaler can be so large that products overflow.
     """
     products = [_products(rows.record, rows) for rows in members]
     left, right, found = (torch.stack(parts) for parts in zip(*products, strict=True))
-    return found, (left * right).sum(-2), vector_norm(left, dim=-2) * vector_norm(right, dim=-2)
+    unit = left.new_ones(len(members), 1, 1)
+    if left.numel() > 0:
+        unit = left.abs().amax((-2, -1)).amax(-1)[:, None, None].clamp(min=torch.finfo(left.dtype).tiny)
+    left = left / unit[..., None]
+    return found, (left * right).sum(-2), vector_norm(left, dim=-2) * vector_norm(right, dim=-2), unit
 
 
 def _products(record: Record, rows: InputMatrix) -> tuple[Tensor, Tensor, Tensor]:

@@ -96,6 +96,13 @@ class InputMatrix:
         """The usual case: every row ends in the same constant 1."""
         return len(self.biases) == 1 and all(use.bias is self.biases[0] for use in self.record.uses)
 
+    def bring_to_usual_size(self) -> None:
+        """Divide the output gradients by their largest entry."""
+        if self.output_grads.numel() == 0:
+            return
+        largest = self.output_grads.abs().amax()
+        self.output_grads = self.output_grads / largest.clamp(min=torch.finfo(largest.dtype).tiny)
+
     def gram(self) -> Tensor:
         """``[groups, rows, rows]``: the inner products of all rows."""
         dZ = self.output_grads

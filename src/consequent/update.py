@@ -111,10 +111,11 @@ def _on_sample_side(record: Record, damping: Damping) -> Update:
     Looks at the numbers. A GPU that is not waited for has :mod:`consequent.on_device`.
     """
     rows = InputMatrix.of(record)
-    gram, dZ = rows.gram(), rows.output_grads
+    gram = rows.gram()
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     level = damping.absolute(trace, record.rows)
     (factor,) = factors_of_gradients([rows])
+    dZ = rows.output_grads
     if factor is None:
         X = rows.whole()
         gradient = correct_any_gradient(gradient_matrix(record).to(X.dtype), X, level)

@@ -28,6 +28,17 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def resident_memory() -> int:
+    """Returns the bytes of memory that this process holds now."""
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # the most so far: the best that others tell
+    return peak * (1 if sys.platform == "darwin" else 1024)
+
+
 def write_json(path: Path, record: dict[str, Any]) -> None:
     """Writes the record; numbers that are not finite become null, as JSON knows neither NaN nor infinity."""
     text = json.dumps(_finite(record), indent=1, ensure_ascii=False, allow_nan=False)
