@@ -49,6 +49,11 @@ class Soak:
         low, high = min(self.losses_in_peace), max(self.losses_in_peace)
         return low - (high - low) <= self.final_loss <= high + (high - low)
 
+    @property
+    def is_as_expected(self) -> bool:
+        """Whether all of this holds."""
+        return self.counters_are_right and self.memory_is_flat and self.loss_is_undisturbed
+
 
 def soak(steps: int, seeds: int = 3) -> Soak:
     """Trains with faults, and as many runs without as there are seeds.
@@ -105,7 +110,8 @@ class _Run:
         return self
 
     def _step(self, fault: str) -> None:
-        self.faults[fault] += bool(fault)
+        if fault:
+            self.faults[fault] += 1
         labels = torch.randint(0, 4, (8,), generator=self.generator)
         inputs = self.centres[labels] + torch.randn(8, 12, generator=self.generator)
         noisy = torch.where(torch.rand(8, generator=self.generator) < 0.2, labels.roll(1), labels)
