@@ -26,9 +26,9 @@ class Faults:
 
     def run(self) -> None:
         """Tries, shows the table and writes it; raises if anything went otherwise than it should."""
-        from consequent_lab.display import console
         from consequent_lab.faults.study import study
         from consequent_lab.records import provenance, write_json
+        from consequent_lab.screen import console
 
         screen = console()
         begun = time.perf_counter()

@@ -17,7 +17,6 @@ import functools
 import hashlib
 import io
 import json
-import math
 import os
 import subprocess
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from consequent_lab.records import provenance, write_atomically
+from consequent_lab.records import plain_numbers, provenance, write_atomically
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -134,7 +133,7 @@ class RunFolder:
 
     def append(self, line: dict[str, Any]) -> None:
         """Appends a line to the metrics; numbers that are not finite become null."""
-        data = (json.dumps(_plain(line), ensure_ascii=False, allow_nan=False) + "\n").encode()
+        data = (json.dumps(plain_numbers(line, DIGITS), ensure_ascii=False, allow_nan=False) + "\n").encode()
         with self._path("metrics.jsonl").open("ab") as file:
             file.write(data)
         self._metrics_digest.update(data)
@@ -394,21 +393,6 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _as_tuple(value: Any) -> Any:
     return tuple(_as_tuple(entry) for entry in value) if isinstance(value, list) else value
-
-
-def _plain(value: Any) -> Any:
-    """Replaces numbers that are not finite by None, and leaves digits out that a float32 does not have.
-
-    >>> _plain({"loss": [0.1234567890123, math.inf], "iteration": 12})
-    {'loss': [0.123456789, None], 'iteration': 12}
-    """
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
-    return value
 
 
 def _by_number(path: Path) -> tuple[str, int, str]:

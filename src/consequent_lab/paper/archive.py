@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from consequent_lab.paper.measures import Curve
-from consequent_lab.records import write_atomically
+from consequent_lab.records import DIGITS, plain_numbers, write_atomically
 from consequent_lab.runs import DamagedFileError, RunFolder, config_from, parsed, sealed, unsealed
 from consequent_lab.train_config import TrainConfig
 
-DIGITS = 6
 LINES_WITH_NORMS = 20
 UNFINISHED = "unfinished"
 LEFT_OUT = {"lr", "running_loss", "running_accuracy"}
@@ -120,7 +119,7 @@ def _read(root: Path, recipe: str, variant: str, seed: int, unfinished: bool) ->
         outcome = {"outcome": UNFINISHED, **{key: lines[-1][key] for key in ("iteration", "seconds")}}
     kept = {key: value for key, value in outcome.items() if key != "metrics"}
     config = folder.config(TrainConfig)
-    return KeptRun(recipe, variant, seed, config, folder.environment(), rounded(kept), lines)
+    return KeptRun(recipe, variant, seed, config, folder.environment(), plain_numbers(kept, DIGITS), lines)
 
 
 # ---- compact files -----------------------------------------------------------------------------------------------
@@ -183,17 +182,4 @@ def thinned(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             complete_epochs = math.floor(line["epoch"] + 1e-6)
         else:
             left_out |= {"epoch_loss", "epoch_accuracy"}  # they stand on an earlier line
-        yield rounded({key: value for key, value in line.items() if key not in left_out})
-
-
-def rounded(value: Any) -> Any:
-    """Returns the value with at most six digits in its numbers.
-
-    >>> rounded({"loss": [0.123456789, None], "iteration": 12345678})
-    {'loss': [0.123457, None], 'iteration': 12345678}
-    """
-    if isinstance(value, dict):
-        return {key: rounded(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [rounded(entry) for entry in value]
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+        yield plain_numbers({key: value for key, value in line.items() if key not in left_out}, DIGITS)
