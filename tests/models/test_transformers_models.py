@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import consequent
+from consequent.on_device import updates_on_device
+from consequent.settings import Damping
 from models.expected import check_training
 
 transformers = pytest.importorskip("transformers")
@@ -228,3 +230,22 @@ def test_conv1d_shows_up_by_its_name():
     loss(model).backward()
     optimizer.step()
     assert "transformer.h.0.mlp.c_proj   Conv1D, 33 input columns" in repr(correction)
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_conv1d_on_a_device_that_is_not_waited_for(edited):
+    torch.manual_seed(0)
+    conv1d = transformers.pytorch_utils.Conv1D(3, 12)
+    gradients = []
+    inputs = torch.randn(5, 12)
+    for layer in (conv1d, linear_of(conv1d)):
+        correction = consequent.Consequentialism(layer)
+        layer(inputs).square().sum().backward()
+        if edited:
+            layer.weight.grad.clamp_(-0.1, 0.1)
+        (record,) = correction._capture.filled_records()
+        record.verified = True
+        (update,) = updates_on_device([record], lambda _: Damping(0.1))
+        update.write(1.0, torch.tensor(True))
+        gradients.append(layer.weight.grad)
+    torch.testing.assert_close(gradients[0].mT, gradients[1])
