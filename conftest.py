@@ -9,8 +9,10 @@ import torch
 # Some virtual machines announce the AMX instructions and then refuse them; oneDNN's bfloat16 products would crash.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-# Doctests import every module, and the kernels need Triton, which is not made for every platform.
-collect_ignore_glob = [] if find_spec("triton") else ["src/consequent/kernels/*"]
+# Doctests import every module, also those that need a package which is not there (Triton is not made for every
+# platform).
+NEEDS = {"triton": "kernels/*"} | {name: f"integrations/{name}.py" for name in ("lightning", "transformers", "sklearn")}
+collect_ignore_glob = [f"src/consequent/{files}" for name, files in NEEDS.items() if not find_spec(name)]
 
 if not torch.cuda.is_available():
     # Kernels then run on CPU tensors, in Triton's interpreter, if it was told so before it was imported. It has been

@@ -37,7 +37,9 @@ def test_foresight(capsys):
 
 def test_mixed_precision(capsys):
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", run("mixed_precision", capsys))]
-    assert losses[-1] < losses[0] / 2
+    whole, resumed = losses[:4], losses[4:]
+    assert whole == resumed
+    assert whole[-1] < whole[0] / 2
 
 
 def test_adaptive_filters(capsys):
@@ -46,7 +48,46 @@ def test_adaptive_filters(capsys):
 
 
 def test_functional(capsys):
-    assert float(re.search(r": ([\d.e-]+)$", run("functional", capsys).strip())[1]) < 1e-3
+    out = run("functional", capsys)
+    losses = [float(x) for x in re.search(r"networks: (.+)", out)[1].split(", ")]
+    assert len(losses) == 4
+    assert max(losses) < 0.2
+    assert float(re.search(r"CSGD: ([\d.e-]+)", out)[1]) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore")  # of the packages'
+def test_with_lightning(capsys):
+    pytest.importorskip("lightning")
+    out = run("with_lightning", capsys)
+    rows = re.findall(r"(\d) epochs: (\d+) corrected steps, training accuracy ([\d.]+)%", out)
+    assert [(epochs, steps) for epochs, steps, _ in rows] == [("4", "228"), ("2", "114"), ("4", "228")]
+    assert float(rows[-1][2]) > 98
+    assert "agree: True" in out
+
+
+def test_with_transformers(capsys):
+    pytest.importorskip("transformers")
+    out = run("with_transformers", capsys)
+    rows = re.findall(r"(\d+) steps: loss ([\d.]+), 8 layers corrected", out)
+    assert [steps for steps, _ in rows] == ["30", "60", "60"]
+    assert float(rows[-1][1]) < 0.4
+    assert "agree: True" in out
+
+
+def test_with_accelerate(capsys):
+    state = pytest.importorskip("accelerate.state")
+    state.AcceleratorState._reset_state(reset_partial_state=True)  # other tests have chosen other settings
+    out = run("with_accelerate", capsys)
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    assert "228 corrected steps" in out
+    assert float(re.search(r"accuracy ([\d.]+)%", out)[1]) > 98
+    assert "agree: True" in out
+
+
+@pytest.mark.filterwarnings("ignore")  # the example sets a filter of its own
+def test_with_sklearn(capsys):
+    out = run("with_sklearn", capsys)
+    assert float(re.search(r"epochs: ([\d.]+)%", out)[1]) > 95
 
 
 def test_all_examples_are_tested():

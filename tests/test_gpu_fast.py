@@ -11,7 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import consequent
 from consequent import kernels
-from consequent_lab.models import residual_net
+from consequent.input_matrix import InputMatrix
+from consequent.moments import second_moment
+from consequent.record import Record
+from consequent_lab.models import mlp, residual_net
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,6 +69,35 @@ def test_kernels_give_what_torch_gives(monkeypatch):
     monkeypatch.setattr(kernels, "run_on", lambda device: False)
     expected, _ = trained(start, steps=3)
     assert distance(actual, expected, start) < 2e-2
+
+
+def test_more_rows_than_the_dense_kernel_takes():
+    torch.manual_seed(0)
+    start = mlp(200, [180, 190], 10).cuda()
+    generator = torch.Generator().manual_seed(1)
+    inputs, labels = torch.randn(100, 200, generator=generator), torch.randint(0, 10, (100,), generator=generator)
+    models = []
+    for device, dtype in (("cuda", torch.float32), ("cpu", torch.float64)):
+        model = copy.deepcopy(start).to(device, dtype)
+        optimizer = consequent.CSGD(model, lr=0.05, damping=0.1)
+        for _ in range(4):
+            take_step(model, optimizer, inputs.to(device, dtype), labels.to(device))
+        assert repr(optimizer.correction).count("solved on the sample side") == 3
+        models.append(model)
+    assert distance(models[0], models[1], start) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_inputs_are_multiplied_exactly(dtype):
+    rows = torch.randn(300, 400, device="cuda").to(dtype)
+    whole = torch.cat([rows.double(), rows.new_ones(300, 1).double()], dim=1)
+    moment = second_moment(nn.Linear(400, 3).cuda(), rows, ones=True)[0].double()
+    assert (moment - whole.mT @ whole).abs().max() <= 1e-5 * (whole.mT @ whole).abs().max()
+    layer = nn.Linear(400, 3).cuda()
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    record = Record(layer.weight)
+    gram = InputMatrix(record, rows[None], torch.zeros(1, 300, 3, device="cuda")).gram()[0].double()
+    assert (gram - rows.double() @ rows.double().mT).abs().max() <= 1e-5 * gram.abs().max()
 
 
 def test_no_race_between_the_streams():

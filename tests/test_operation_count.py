@@ -12,6 +12,12 @@ import consequent
 from consequent_lab.models import mlp, residual_net
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers():
+    """How many calls a factorisation takes depends on them a little."""
+    torch.manual_seed(0)
+
+
 class Calls(TorchDispatchMode):
     """Counts calls into torch that do something; views cost no work."""
 
@@ -54,7 +60,7 @@ def calls_per_layer(make, few, many, inputs):
 def test_calls_per_dense_layer():
     """On the sample side: Gram matrix, factorisation, solve, a look at a few rows, the product, finiteness."""
     calls = calls_per_layer(lambda layers: mlp(40, [40] * layers, 10), 2, 6, torch.randn(8, 40))
-    assert calls <= 33
+    assert calls <= 22
 
 
 def test_calls_per_convolution():

@@ -3,12 +3,16 @@
 import json
 import pathlib
 import re
+from dataclasses import fields
 
 import pytest
 import torch
 from torch import nn
 
 import consequent
+from consequent_lab.faults.soak import Soak
+from consequent_lab.faults.trial import Trial
+from consequent_lab.faults_command import table
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -104,3 +108,13 @@ def test_the_tables_of_kernels_and_growth_are_in_results():
         expected = [largest["size"], largest["plain"]["median"], largest["ours"]["median"]]
         expected += [exponents["plain"], exponents["correction"], curve["predicted_exponent"]]
         assert [float(value.replace(",", "")) for value in row] == pytest.approx(expected, rel=0.01, abs=0.006)
+
+
+def test_the_table_of_faults_is_in_results():
+    record = json.loads((ROOT / "results" / "faults.json").read_text())
+    assert not record["quick"]
+    trials = [Trial(**trial) for trial in record["trials"]]
+    soaked = Soak(**{field.name: record["soak"][field.name] for field in fields(Soak)})
+    assert "\n".join(table(trials, soaked)) in (ROOT / "docs" / "reliability.md").read_text()
+    assert sum(trial.tried for trial in trials if trial.fault.startswith("kill")) >= 100
+    assert soaked.steps >= 200_000

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
-from torch import nn
 
-from consequent import kernels
+from consequent import kernels, layers
 from consequent.inverse_factor import InverseFactor, inverse_factor
 from consequent.moments import second_moments
 from consequent.precision import in_full_precision
@@ -134,7 +133,7 @@ def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.S
 def _kind_of(record: Record) -> Hashable:
     """What layers must have in common to go together, the shape of their inputs aside."""
     layer, has_bias = record.layer, record.uses[0].bias is not None
-    if isinstance(layer, nn.Linear):
+    if layers.is_dense(layer):
         return has_bias
     geometry = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode)
     return (has_bias, geometry)

@@ -17,7 +17,7 @@ from consequent.describe import describe
 from consequent.exchange import Exchange
 from consequent.foresight import Foresight
 from consequent.groups import Groups
-from consequent.guards import check_optimizer, refuse_uncaptured
+from consequent.guards import check_optimizer, refuse_uncaptured, unwrapped
 from consequent.layers import Layer
 from consequent.precision import in_full_precision
 from consequent.ranks import (
@@ -152,6 +152,7 @@ class Consequentialism:
     def attach(self, optimizer: Optimizer) -> "Consequentialism":
         """Correct the gradients at every ``optimizer.step()`` from now on."""
         check_optimizer(optimizer)
+        optimizer = unwrapped(optimizer)
         if not self._capture.is_installed:
             raise RuntimeError("this Consequentialism was detached for good; make a new one with consequent.attach()")
         if self.optimizer is not None:

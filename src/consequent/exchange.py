@@ -16,7 +16,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from consequent import layers
 from consequent.capture import Capture
@@ -492,7 +492,7 @@ class Exchange:
 
 def _shape_of(layer: Layer, use: Use) -> _Shape:
     assert use.output_grad is not None
-    if isinstance(layer, nn.Linear):
+    if layers.is_dense(layer):
         return _Shape((layers.features(layer),) if use.trains_weight else (), use.output_grad.shape[-1:], use.dtype)
     inputs = () if use.inputs is None else tuple(layers.as_batch(layer, use.inputs).shape[1:])
     return _Shape(inputs, tuple(layers.as_batch(layer, use.output_grad).shape[1:]), use.dtype)
@@ -535,8 +535,8 @@ def _joined(parts: list[Tensor]) -> Tensor | None:
 def _about_inputs(layer: Layer, news: list[_News], dtype: torch.dtype) -> int:
     """Bytes of the largest rank's inputs, about: what is reduced already has no shape any more."""
     rows = max(one.rows for one in news)
-    if isinstance(layer, nn.Linear):
-        return rows * layer.in_features * dtype.itemsize
+    if layers.is_dense(layer):
+        return rows * layers.features(layer) * dtype.itemsize
     return rows * layer.in_channels * prod(layer.stride) * dtype.itemsize
 
 

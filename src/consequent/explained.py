@@ -17,27 +17,41 @@ from consequent.record import Record
 PROBES = 4
 
 
-def factor_of_gradient(record: Record, rows: InputMatrix) -> float | Tensor | None:
-    """The scalar c with ``.grad = c ΔZᵀX``; None if there is none. Looks at the numbers, so not for a busy GPU."""
-    expected, found, sizes = _probe(record, rows)
-    tolerance = rounding(record)
-    if bool(((found - expected).abs() <= tolerance * sizes).all()):
-        record.verified = True
-        return 1.0
-    X, dZ = rows.whole(), rows.output_grads
-    factor = multiple(gradient_matrix(record).to(X.dtype), dZ.mT @ X, tolerance * X.norm() * dZ.norm())
-    if factor is not None:
-        record.verified = True
-    return factor
+def factors_of_gradients(members: list[InputMatrix]) -> list[float | Tensor | None]:
+    """The scalars c with ``.grad = c ΔZᵀX``, for records with as many rows each; None where there is none.
+
+    Where c is not 1, ΔZ is brought to a usual size first, and c belongs to that: the scale of a GradScaler can be so
+    large that squares overflow. Looks at the numbers, so not for a busy GPU.
+    """
+    found, expected, sizes, unit = _probe(members)
+    tolerance = rounding(members[0].record)
+    plain = ((found - unit * expected).abs() <= tolerance * unit * sizes).all(-1).all(-1).tolist()
+    factors: list[float | Tensor | None] = []
+    for rows, is_plain in zip(members, plain, strict=True):
+        factor: float | Tensor | None = 1.0
+        if not is_plain:
+            rows.bring_to_usual_size()
+            X, dZ = rows.whole(), rows.output_grads
+            gradient = gradient_matrix(rows.record).to(X.dtype)
+            factor = multiple(gradient, dZ.mT @ X, tolerance * X.norm() * dZ.norm())
+        if factor is not None:
+            rows.record.verified = True
+        factors.append(factor)
+    return factors
 
 
-def factor_on_device(record: Record, rows: InputMatrix) -> tuple[Tensor, Tensor, Tensor]:
-    """The same without looking: the factor, whether there is none, and a number that is NaN or inf if any was met."""
-    expected, found, sizes = _probe(record, rows)
-    squared = expected.square().sum()
-    factor = torch.where(squared > 0, (found * expected).sum() / squared, 1.0).to(found.dtype)
-    edited = ((found - factor * expected).abs() > rounding(record) * factor.abs() * sizes).float().mean() > 0.5
-    return factor, edited, found.sum()
+def factors_on_device(members: list[InputMatrix]) -> tuple[Tensor, Tensor, Tensor]:
+    """The same without looking.
+
+    Returns:
+        ``[records]`` each: the factors, whether there is none, and numbers that are NaN or inf where any was met.
+    """
+    found, expected, sizes, unit = _probe(members)
+    squared = expected.square().sum((-2, -1), keepdim=True)
+    factors = torch.where(squared > 0, (found * expected).sum((-2, -1), keepdim=True) / squared, unit)
+    tolerance = rounding(members[0].record) * factors.abs() * sizes
+    edited = ((found - factors * expected).abs() > tolerance).float().mean((-2, -1)) > 0.5
+    return (factors / unit)[:, 0, 0], edited, found.sum((-2, -1))
 
 
 def is_explained(record: Record) -> bool:
@@ -70,10 +84,25 @@ def rounding(record: Record) -> float:
     return 32 * torch.finfo(dtype).eps if dtype.itemsize >= 4 else 2 * torch.finfo(dtype).eps
 
 
-def _probe(record: Record, rows: InputMatrix) -> tuple[Tensor, Tensor, Tensor]:
-    """``(ΔZ u) · (X v)`` and ``u G v`` for a few random u and v, and the sizes that bound the first.
+def _probe(members: list[InputMatrix]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``u G v`` and ``(ΔZ u) · (X v)`` for a few random u and v, which agree if ``G = ΔZᵀX``, and sizes for rounding.
 
-    They agree if ``G = ΔZᵀX``; G is read once, while computing ``ΔZᵀX`` again would cost as much as backpropagation.
+    Each is ``[members, groups, probes]``. G is read once, while computing ``ΔZᵀX`` again would cost as much as
+    backpropagation. All but the first are in a unit, ``[members, 1, 1]``, which is returned as well: the scale of a
+    GradScaler can be so large that products overflow.
+    """
+    products = [_products(rows.record, rows) for rows in members]
+    left, right, found = (torch.stack(parts) for parts in zip(*products, strict=True))
+    unit = left.new_ones(len(members), 1, 1)
+    if left.numel() > 0:
+        unit = left.abs().amax((-2, -1)).amax(-1)[:, None, None].clamp(min=torch.finfo(left.dtype).tiny)
+    left = left / unit[..., None]
+    return found, (left * right).sum(-2), vector_norm(left, dim=-2) * vector_norm(right, dim=-2), unit
+
+
+def _products(record: Record, rows: InputMatrix) -> tuple[Tensor, Tensor, Tensor]:
+    """``ΔZ u`` and ``X v``, ``[groups, rows, probes]``, and ``u G v``, ``[groups, probes]``.
+
     The columns of the biases, X's and G's, are multiplied apart: to join them to the others would copy all of both.
     """
     X, dZ = rows.features, rows.output_grads
@@ -91,8 +120,7 @@ def _probe(record: Record, rows: InputMatrix) -> tuple[Tensor, Tensor, Tensor]:
             sign = _signs(place, dZ)[-1]
             column, ones = column * sign, ones * sign
         found, right = found + column, right + ones
-    expected = (left * right).sum(-2)
-    return expected, (found * u).sum(-2), vector_norm(left, dim=-2) * vector_norm(right, dim=-2)
+    return left, right, (found * u).sum(-2)
 
 
 def _signs(size: int, like: Tensor) -> Tensor:

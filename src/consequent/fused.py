@@ -7,9 +7,9 @@ few dozen launches, here all of them share a handful.
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from consequent import kernels
+from consequent import kernels, layers
 from consequent.explained import rounding
 from consequent.input_matrix import trained
 from consequent.record import Record
@@ -66,7 +66,7 @@ class FusedStep:
         use = record.uses[0]
         use.refuse_overwritten_inputs()
         inputs, output_grad = use.inputs, use.output_grad
-        if len(record.uses) > 1 or not isinstance(record.layer, nn.Linear) or not 0 < use.rows <= MOST_ROWS:
+        if len(record.uses) > 1 or not layers.is_dense(record.layer) or not 0 < use.rows <= MOST_ROWS:
             return False
         if inputs is None or output_grad is None or not weight_grad.is_contiguous():
             return False
@@ -131,7 +131,7 @@ def _grads_of_one_layer(record: Record) -> tuple[Tensor, Tensor | None] | None:
         return None
     if weight_grad.dtype != torch.float32 or (bias_grad is not None and bias_grad.dtype != torch.float32):
         return None
-    if isinstance(record.layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and record.layer.groups > 1:
+    if layers.groups(record.layer) > 1 or layers.is_transposed(record.layer):
         return None
     dense = weight_grad.is_contiguous() or (
         weight_grad.ndim == 4 and weight_grad.is_contiguous(memory_format=torch.channels_last)

@@ -22,11 +22,18 @@ def check_optimizer(optimizer: object) -> None:
         raise TypeError(f"got the class {name}; make an instance: {name}(model.parameters(), lr=…)")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if isinstance(optimizer, LBFGS):
+    if isinstance(unwrapped(optimizer), LBFGS):
         raise TypeError(
             "LBFGS cannot be made consequentialist: its line search and its curvature estimate need the gradient of "
             "the loss, and a corrected gradient is not one. Use SGD, Adam or another first-order optimiser."
         )
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimiser that makes the step, inside of those that Accelerate and Lightning put around it."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def refuse_corrected_before(records: Iterable[Record], capture: Capture, others: Iterable[Capture]) -> None:

@@ -140,8 +140,9 @@ class LayerHook(_Uncopyable):
             return "it was parametrised or pruned after attaching"
         if self.is_checked or self._behaves(inputs, output):
             return None
-        kind = next(t.__name__ for t in layers.LAYER_TYPES if isinstance(self.layer, t))
-        return f"its forward does not compute what nn.{kind} computes"
+        kind = layers.kind_of(self.layer)
+        assert kind is not None
+        return f"its forward does not compute what {'nn.' * (kind in layers.LAYER_TYPES)}{kind.__name__} computes"
 
     def _behaves(self, inputs: Tensor, output: Tensor) -> bool:
         """Compare the first output with what the layer's class computes; subclasses may compute anything."""

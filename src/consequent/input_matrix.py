@@ -31,7 +31,10 @@ def split(record: Record, matrix: Tensor) -> list[Tensor]:
     parameters = trained(record)
     widths = [record.features if parameter is record.weight and record.features else 1 for parameter in parameters]
     parts = matrix.split(widths, dim=-1)
-    return [part.reshape(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
+    return [
+        layers.shaped_like_weight(record.layer, part) if parameter is record.weight else part.reshape(parameter.shape)
+        for part, parameter in zip(parts, parameters, strict=True)
+    ]
 
 
 def columns_with_gradient(record: Record) -> list[int]:
@@ -45,7 +48,7 @@ class InputMatrix:
     """The rows of all uses of a weight, the constant 1 of its biases kept apart: it need not be multiplied."""
 
     record: Record
-    features: Tensor | None  # [groups, rows, D]; None where the weight has no gradient
+    captured: Tensor | None  # [groups, rows, D], as they met the weight; None where that has no gradient
     output_grads: Tensor  # [groups, rows, out_features]
 
     @classmethod
@@ -53,13 +56,20 @@ class InputMatrix:
         """The rows that the record has kept, in float32 or better."""
         for use in record.uses:
             use.refuse_overwritten_inputs()
-        dZ = _concatenated(
-            [layers.output_rows(use.layer, use.output_grad) for use in record.uses if use.output_grad is not None]
+        dZ = _in_float32(
+            _concatenated(
+                [layers.output_rows(use.layer, use.output_grad) for use in record.uses if use.output_grad is not None]
+            )
         )
         X = None
         if record.features and record.weight.grad is not None:
             X = _concatenated([layers.input_rows(u.layer, u.inputs) for u in record.uses if u.inputs is not None])
         return cls(record, X, dZ)
+
+    @cached_property
+    def features(self) -> Tensor | None:
+        """``[groups, rows, D]``, in float32 or better; None where the weight has no gradient."""
+        return None if self.captured is None else _in_float32(self.captured)
 
     @property
     def biases(self) -> list[Tensor]:
@@ -89,11 +99,24 @@ class InputMatrix:
         """The usual case: every row ends in the same constant 1."""
         return len(self.biases) == 1 and all(use.bias is self.biases[0] for use in self.record.uses)
 
+    def bring_to_usual_size(self) -> None:
+        """Divide the output gradients by their largest entry."""
+        if self.output_grads.numel() == 0:
+            return
+        largest = self.output_grads.abs().amax()
+        self.output_grads = self.output_grads / largest.clamp(min=torch.finfo(largest.dtype).tiny)
+
     def gram(self) -> Tensor:
         """``[groups, rows, rows]``: the inner products of all rows."""
-        X = self.features
         dZ = self.output_grads
-        gram = dZ.new_zeros(dZ.shape[0], dZ.shape[1], dZ.shape[1]) if X is None else torch.bmm(X, X.mT)
+        if self.captured is None:
+            gram = dZ.new_zeros(dZ.shape[0], dZ.shape[1], dZ.shape[1])
+        elif self.captured.is_cuda and self.captured.dtype.itemsize < 4 and len(self.captured) == 1:
+            X = self.captured[0]
+            gram = torch.mm(X, X.mT, out_dtype=torch.float32)[None]  # exact products, summed in float32
+        else:
+            assert self.features is not None
+            gram = torch.bmm(self.features, self.features.mT)
         if self.has_one_bias_everywhere:
             return gram.add_(1)
         return gram if self.ones is None else gram.add_(self.ones @ self.ones.mT)
@@ -111,18 +134,26 @@ class InputMatrix:
         features = None if self.features is None else self.features.double()
         return InputMatrix(self.record, features, self.output_grads.double())
 
-    def combine_into_gradients(self, coefficients: Tensor) -> None:
-        """Write ``coefficientsᵀ X`` to the gradients, in place.
+    def combine_into_gradients(self, coefficients: Tensor, kept: Tensor | None = None) -> None:
+        """Write ``coefficientsᵀ X`` to the gradients, in place; with ``kept``, plus ``kept`` times what is there.
 
         Args:
             coefficients: ``[groups, rows, out_features]``.
+            kept: ``[groups]``; a gradient that is kept 0 times may hold anything.
         """
         grad = self.record.weight.grad
         if self.features is not None and grad is not None:
-            if grad.ndim == 2 and grad.is_contiguous() and grad.dtype == coefficients.dtype:
-                torch.mm(coefficients[0].mT, self.features[0], out=grad)
+            layer = self.record.layer
+            if kept is not None:
+                old = _times(layers.weight_matrix(layer, grad).to(coefficients.dtype), kept)
+                grad.copy_(layers.shaped_like_weight(layer, torch.baddbmm(old, coefficients.mT, self.features)))
+            elif layers.is_dense(layer) and grad.is_contiguous() and grad.dtype == coefficients.dtype:
+                left, right = coefficients[0], self.features[0]
+                if layers.is_transposed(layer):
+                    left, right = right, left
+                torch.mm(left.mT, right, out=grad)
             else:
-                grad.copy_((coefficients.mT @ self.features).reshape(grad.shape))
+                grad.copy_(layers.shaped_like_weight(layer, coefficients.mT @ self.features))
         sums: tuple[Tensor, ...] = ()
         if self.has_one_bias_everywhere:
             sums = (coefficients.sum(-2),)
@@ -130,9 +161,21 @@ class InputMatrix:
             sums = (coefficients.mT @ self.ones).unbind(-1)
         for bias, gradient in zip(self.biases, sums, strict=True):
             assert bias.grad is not None
+            if kept is not None:
+                gradient = gradient + _times(bias.grad.view(*gradient.shape).to(gradient.dtype), kept)
             bias.grad.copy_(gradient.reshape(bias.shape))
 
 
+def _times(gradient: Tensor, kept: Tensor) -> Tensor:
+    """The gradient, ``[groups, ...]``, times a number for each group; 0 times infinity is 0."""
+    factors = kept.view(-1, *[1] * (gradient.ndim - 1))
+    return torch.where(factors > 0, gradient * factors, 0)
+
+
 def _concatenated(blocks: list[Tensor]) -> Tensor:
-    matrix = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
-    return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+
+
+def _in_float32(matrix: Tensor) -> Tensor:
+    """The matrix in float32, or as it is if that is better."""
+    return matrix if matrix.dtype.itemsize >= 4 else matrix.float()

@@ -16,6 +16,7 @@ from torch import Tensor
 from consequent import kernels
 
 _MULTIPLE = 32  # blocks are cut at multiples of this, so that their rows are aligned
+_LARGEST_BLOCK = 640  # of a matrix that is cut at all: the kernel's time grows faster than that of products
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def inverse_factor(matrix: Tensor, level: float | Tensor, *, largest_block: int 
     matrices = matrix.reshape(-1, size, size)
     by_kernel = matrix.dtype == torch.float32 and kernels.run_on(matrix.device) and matrix.numel() > 0
     if largest_block is None:
-        largest_block = _largest_by_kernel() if by_kernel else size
+        largest_block = _LARGEST_BLOCK if by_kernel and size > _largest_by_kernel() else size
     if by_kernel and size <= largest_block and not isinstance(level, Tensor):
         inverse, status = _by_kernel(matrices, level)
         return InverseFactor(inverse.view(matrix.shape), status.view(*batch, 4))

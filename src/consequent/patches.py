@@ -70,3 +70,14 @@ def _patch_view(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Siz
         padded.storage_offset(),
     ).unflatten(1, (groups, -1))
     return view
+
+
+def with_ones(moment: Tensor, sums: Tensor, rows: int) -> Tensor:
+    """``[groups, D, D]`` with a last row and column for a constant 1."""
+    groups, size = sums.shape
+    whole = moment.new_empty(groups, size + 1, size + 1)
+    whole[:, :size, :size] = moment
+    whole[:, :size, size] = sums
+    whole[:, size, :size] = sums
+    whole[:, size, size] = rows
+    return whole

@@ -19,6 +19,7 @@ from consequent.guards import (
     refuse_corrected_before,
     uncaptured_layers,
 )
+from consequent.on_device import updates_on_device
 from consequent.record import Record
 from consequent.reports import Reports, shown
 from consequent.settings import Damping, LossReduction, loss_divisor
@@ -134,7 +135,9 @@ class Rewriter:
 
     def _updates_of(self, records: list[Record]) -> list[Update]:
         waitable = [record for record in records if answers_at_once(record.weight)]
+        busy = [record for record in records if not self._may_wait(record.weight)]
         updates = updates_together(waitable, self._groups.damping_of)
+        updates += updates_on_device(busy, self._groups.damping_of)
         done = {update.record for update in updates}
         return updates + [self._update_of(record) for record in records if record not in done]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from consequent.dtensor import why_not_by_rows
-from consequent.layers import LAYER_TYPES, Layer, groups, spatial_dims
+from consequent.dtensor import is_sharded, why_not_by_rows
+from consequent.layers import Layer, groups, is_layer, is_transposed, spatial_dims
 
 Pattern = type[nn.Module] | str | re.Pattern[str]
 Patterns = Pattern | Iterable[Pattern]
@@ -46,7 +46,7 @@ def select_layers(model: nn.Module, include: Patterns | None, exclude: Patterns)
     for name, module in named.items():
         if not _has_parameters(module):
             continue
-        if not isinstance(module, LAYER_TYPES):
+        if not is_layer(module):
             reason = f"{type(module).__name__} is not a Linear or Conv1d/2d/3d layer"
         elif name in unwanted:
             reason = "excluded"
@@ -55,7 +55,7 @@ def select_layers(model: nn.Module, include: Patterns | None, exclude: Patterns)
         else:
             reason = _why_not(name, module, named.get(name.rpartition(".")[0]))
         if reason is None:
-            assert isinstance(module, LAYER_TYPES)
+            assert is_layer(module)
             corrected[name] = module
         else:
             plain[name] = reason
@@ -89,6 +89,8 @@ def _why_not(name: str, module: Layer, parent: nn.Module | None) -> str | None:
     not_by_rows = why_not_by_rows(weight)
     if not_by_rows is not None:
         return not_by_rows
+    if is_sharded(weight) and is_transposed(module):
+        return "its weight is sharded by its inputs, not by its outputs"
     if not weight.is_floating_point():
         return f"its weight is {weight.dtype}"
     if isinstance(parent, nn.MultiheadAttention):
@@ -123,8 +125,8 @@ def _leave_out_shared(corrected: dict[str, Layer], plain: dict[str, str], named:
             return
 
 
-def _shape(layer: Layer) -> tuple[int, int]:
-    return spatial_dims(layer), groups(layer)
+def _shape(layer: Layer) -> tuple[int, int, bool]:
+    return spatial_dims(layer), groups(layer), is_transposed(layer)
 
 
 def listed(patterns: Patterns, argument: str) -> list[Pattern]:

@@ -10,9 +10,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from consequent.explained import factor_of_gradient
+from consequent import layers
+from consequent.explained import factors_of_gradients
 from consequent.input_matrix import InputMatrix
 from consequent.record import Record
 from consequent.ridge import leaves_few_digits
@@ -29,20 +30,20 @@ def updates_together(records: Iterable[Record], damping_of: Callable[[Tensor], D
         records: on a device that may be waited for.
         damping_of: λ for a parameter.
     """
-    groups: dict[tuple[int, bool, torch.dtype, Damping], list[_Member]] = {}
+    groups: dict[tuple[int, bool, torch.dtype, Damping], list[InputMatrix]] = {}
     for record in records:
         use = record.uses[0] if _is_usual(record) else None
         damping = None if use is None else damping_of(use.key)
         if use is None or damping is None or damping.value == 0 or damping.relative:
             continue
-        rows = InputMatrix.of(record)
-        factor = factor_of_gradient(record, rows)
-        if factor is not None:
-            kind = (use.rows, use.bias is not None, use.dtype, damping)
-            groups.setdefault(kind, []).append(_Member(rows, factor))
+        groups.setdefault((use.rows, use.bias is not None, use.dtype, damping), []).append(InputMatrix.of(record))
     updates = []
-    for (count, has_bias, dtype, damping), members in groups.items():
-        if len(members) >= FEWEST:
+    for (count, has_bias, dtype, damping), matrices in groups.items():
+        if len(matrices) < FEWEST:
+            continue
+        factors = factors_of_gradients(matrices)
+        members = [_Member(rows, factor) for rows, factor in zip(matrices, factors, strict=True) if factor is not None]
+        if members:
             updates += _updates_of_group(members, _added_to_products(count, damping.value, has_bias, dtype))
     return updates
 
@@ -59,7 +60,7 @@ def _is_usual(record: Record) -> bool:
         return False
     use = record.uses[0]
     return (
-        isinstance(record.layer, nn.Linear)
+        layers.is_dense(record.layer)
         and use.inputs is not None
         and use.rows > 0
         and use.dtype in (torch.float32, torch.float64)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from consequent import layers
-from consequent.explained import factor_of_gradient, factor_on_device, is_explained
+from consequent.explained import factors_of_gradients, is_explained
 from consequent.input_matrix import InputMatrix, columns_with_gradient, gradient_matrix, split, trained
 from consequent.inverse_factor import inverse_factor
 from consequent.record import Record
@@ -25,6 +25,7 @@ class Update:
     gradient: Tensor | None = None  # [groups, out_features, columns]; or, on the sample side,
     coefficients: Tensor | None = None  # [groups, rows, out_features] of
     rows: InputMatrix | None = None  # these rows
+    kept: Tensor | None = None  # [groups]: what the old gradient is multiplied by and added; None: it is dropped
     rescued: int | Tensor = 0  # factorisations that needed float64
     fallen_back: int | Tensor = 0  # factorisations that failed: a shortened plain gradient instead
     edited: bool | Tensor = False  # the gradient in .grad is no multiple of ΔZᵀX
@@ -38,10 +39,13 @@ class Update:
         """
         parameters = trained(self.record)
         if self.coefficients is not None and self.rows is not None:
-            if finite is True:
-                self.rows.combine_into_gradients(self.coefficients.mul_(scale))
-                return parameters
-            self.gradient = self.coefficients.mT @ self.rows.whole()
+            kept = None if self.kept is None else self.kept * scale
+            self.rows.combine_into_gradients(self.coefficients.mul_(scale), kept)
+            if finite is not True:
+                for parameter in parameters:
+                    assert parameter.grad is not None
+                    parameter.grad.masked_fill_(~_on(finite, parameter.grad), 0)
+            return parameters
         assert self.gradient is not None
         for parameter, gradient in zip(parameters, split(self.record, self.gradient), strict=True):
             assert parameter.grad is not None
@@ -60,7 +64,7 @@ def consequentialist_update(record: Record, damping: Damping, *, may_wait: bool)
     """
     known = record.verified
     if record.moment is None:
-        update = _on_sample_side(record, damping, may_wait=may_wait)
+        update = _on_sample_side(record, damping)
     else:
         if record.uses:
             record.reduce(keep_rows=True)
@@ -101,15 +105,17 @@ def _on_feature_side(record: Record, damping: Damping, *, may_wait: bool) -> Upd
     return Update(record, "features", finite, solution.mT, fallen_back=failures, edited=edited)
 
 
-def _on_sample_side(record: Record, damping: Damping, *, may_wait: bool) -> Update:
-    """``ΔZᵀ (X Xᵀ + λI)⁻¹ X``, times the factor by which the gradient in ``.grad`` differs from ``ΔZᵀX``."""
+def _on_sample_side(record: Record, damping: Damping) -> Update:
+    """``ΔZᵀ (X Xᵀ + λI)⁻¹ X``, times the factor by which the gradient in ``.grad`` differs from ``ΔZᵀX``.
+
+    Looks at the numbers. A GPU that is not waited for has :mod:`consequent.on_device`.
+    """
     rows = InputMatrix.of(record)
-    gram, dZ = rows.gram(), rows.output_grads
+    gram = rows.gram()
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     level = damping.absolute(trace, record.rows)
-    if record.verified and not may_wait and damping.value > 0:
-        return _on_sample_side_of_device(rows, gram, trace, level)
-    factor = factor_of_gradient(record, rows)
+    (factor,) = factors_of_gradients([rows])
+    dZ = rows.output_grads
     if factor is None:
         X = rows.whole()
         gradient = correct_any_gradient(gradient_matrix(record).to(X.dtype), X, level)
@@ -134,21 +140,6 @@ def _on_sample_side(record: Record, damping: Damping, *, may_wait: bool) -> Upda
     return Update(
         record, "samples", finite, coefficients=coefficients, rows=rows, rescued=rescued, fallen_back=fallen_back
     )
-
-
-def _on_sample_side_of_device(rows: InputMatrix, gram: Tensor, trace: Tensor, level: float | Tensor) -> Update:
-    """The same without looking: every choice is made on the device.
-
-    For an edited gradient there is no float64 solve here: it is used as it is, shortened until it cannot overshoot.
-    """
-    record, dZ = rows.record, rows.output_grads
-    factor, edited, found = factor_on_device(record, rows)
-    solution, failures = inverse_factor(gram, level).solve(dZ)
-    coefficients = solution * factor
-    gradient = gradient_matrix(record).to(dZ.dtype)
-    chosen = torch.where(edited, gradient / (trace[:, None, None] + level), coefficients.mT @ rows.whole())
-    finite = (trace.sum() + coefficients.sum() + found).isfinite()
-    return Update(record, "samples", finite, chosen, fallen_back=failures, edited=edited.long())
 
 
 def _on(flag: bool | Tensor, like: Tensor) -> Tensor:

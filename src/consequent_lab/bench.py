@@ -55,7 +55,7 @@ class Bench:
 
     def run(self) -> None:
         """Measures, shows the result and writes it."""
-        from consequent_lab.bench_display import console
+        from consequent_lab.screen import console
 
         start = time.perf_counter()
         if self.draw is not None:

@@ -4,18 +4,11 @@ from math import isfinite
 from statistics import median
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from consequent_lab.precision import Moment
 from consequent_lab.scaling import Curve
 from consequent_lab.speed import Played, Row
-
-
-def console() -> Console:
-    """Returns the console; where there is no terminal, lines are long enough for the tables."""
-    screen = Console(highlight=False)
-    return screen if screen.is_terminal else Console(highlight=False, width=120)
 
 
 def speed_table(rows: list[Row], *, judge: bool) -> Table:

@@ -25,6 +25,7 @@ def commands() -> dict[str, Callable[..., Command]]:
     from consequent_lab.collect_command import Collect
     from consequent_lab.data_command import Data
     from consequent_lab.demo import Demo
+    from consequent_lab.faults_command import Faults
     from consequent_lab.report_command import Report
     from consequent_lab.reproduce_command import Reproduce
     from consequent_lab.train_command import Train
@@ -37,6 +38,7 @@ def commands() -> dict[str, Callable[..., Command]]:
         "reproduce": Reproduce,
         "collect": Collect,
         "report": Report,
+        "faults": Faults,
     }
 
 

@@ -22,9 +22,9 @@ class Collect:
 
     def run(self) -> None:
         """Writes the files."""
-        from consequent_lab.display import console
         from consequent_lab.paper.archive import Archive, write_compact
         from consequent_lab.paper.experiments import recipe_names
+        from consequent_lab.screen import console
 
         if not self.runs.is_dir():
             raise ValueError(f"--runs {self.runs} is no folder")

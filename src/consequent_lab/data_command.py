@@ -2,15 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 
 if TYPE_CHECKING:  # The command line reads this file for its options; torch is imported when needed.
     from rich.console import Console
-    from rich.progress import Progress as Bars
-    from rich.progress import TaskID
     from rich.table import Table
 
 Name = Literal["cifar10", "cifar100", "fashion-mnist", "digits"]
@@ -34,7 +31,7 @@ class Data:
     def run(self) -> None:
         """Downloads if asked, shows the table, and raises if anything is damaged or could not be downloaded."""
         from consequent_lab.datasets import NAMES, data_folder
-        from consequent_lab.display import console
+        from consequent_lab.screen import console
 
         folder, names, screen = data_folder(self.data), self.names or NAMES, console()
         failures = _download(names, folder, screen) if self.download else {}
@@ -100,6 +97,7 @@ def table(states: list[State]) -> "Table":
 def _download(names: tuple[str, ...], folder: Path, screen: "Console") -> dict[str, str]:
     """Returns what went wrong, by the name of the data set; one that fails does not keep the next from being tried."""
     from consequent_lab.datasets import layout_of
+    from consequent_lab.download_display import DownloadDisplay
     from consequent_lab.downloads import SOURCES, obtain
 
     failures = {}
@@ -111,40 +109,3 @@ def _download(names: tuple[str, ...], folder: Path, screen: "Console") -> dict[s
                 except OSError as error:
                     failures[name] = f"{name}: {error}"
     return failures
-
-
-class DownloadDisplay:
-    """A bar for every file on a terminal; elsewhere a plain line for every tenth of it."""
-
-    def __init__(self, screen: "Console") -> None:
-        self._screen = screen
-        self._tasks: dict[str, TaskID] = {}
-        self._tenths: dict[str, int] = {}
-        self._bars: Bars | None = None
-        if screen.is_terminal:
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-            from rich.progress import TransferSpeedColumn as Speed
-
-            name = TextColumn("{task.description}", markup=False)
-            self._bars = Progress(name, BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn(), console=screen)
-
-    def __enter__(self) -> Self:
-        if self._bars:
-            self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._bars:
-            self._bars.stop()
-
-    def show(self, name: str, here: int, size: int) -> None:
-        """Shows how much of a file is here."""
-        if self._bars:
-            if name not in self._tasks:
-                self._tasks[name] = self._bars.add_task(name, total=size)
-            self._bars.update(self._tasks[name], completed=here)
-        elif (tenths := 10 * here // size) > self._tenths.get(name, -1):
-            self._tenths[name] = tenths
-            self._screen.print(f"{name}: {here / 1e6:,.1f} of {size / 1e6:,.1f} MB", markup=False)

@@ -72,9 +72,10 @@ class Demo:
         if workers > 1:
             start_importing("consequent_lab.race")
         from consequent_lab.contestants import CONTESTANTS
-        from consequent_lab.display import ProgressDisplay, console, results_table
+        from consequent_lab.display import ProgressDisplay, results_table
         from consequent_lab.figures import draw_race
         from consequent_lab.race import race, work
+        from consequent_lab.screen import console
         from consequent_lab.summary import summarise, verdicts
 
         rules = self.rules()

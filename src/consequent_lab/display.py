@@ -1,13 +1,14 @@
 """What the demo shows: progress while it runs, a table at the end."""
 
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
+
+from consequent_lab.screen import LiveDisplay
 
 if TYPE_CHECKING:  # Every command has a console; only the demo needs scikit-learn, which a race imports.
     from consequent_lab.race import Progress
@@ -16,13 +17,7 @@ if TYPE_CHECKING:  # Every command has a console; only the demo needs scikit-lea
 COLOURS = {"SGD": "blue", "Nesterov": "dark_orange", "Adam": "green"}
 
 
-def console() -> Console:
-    """Returns the console; where there is no terminal, lines are long enough for the table."""
-    screen = Console(highlight=False)
-    return screen if screen.is_terminal else Console(highlight=False, width=120)
-
-
-class ProgressDisplay:
+class ProgressDisplay(LiveDisplay):
     """A bar for every contestant on a terminal; elsewhere a plain line for every milestone.
 
     Args:
@@ -32,29 +27,17 @@ class ProgressDisplay:
     """
 
     def __init__(self, screen: Console, names: list[str], total: int) -> None:
-        self._screen = screen
-        self._bars: Bars | None = None
-        if screen.is_terminal:
-            self._bars = Bars(
-                TextColumn("{task.description:10}"),
-                BarColumn(bar_width=30),
-                TextColumn("{task.percentage:3.0f} %"),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[text]}"),
-                console=screen,
-            )
+        bars = Bars(
+            TextColumn("{task.description:10}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.percentage:3.0f} %"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[text]}"),
+            console=screen,
+        )
+        super().__init__(screen, bars)
+        if self._bars:
             self._tasks = {name: self._bars.add_task(name, total=total, start=False, text="waiting") for name in names}
-
-    def __enter__(self) -> Self:
-        if self._bars:
-            self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._bars:
-            self._bars.stop()
 
     def show(self, progress: "Progress") -> None:
         """Shows a piece of progress."""

@@ -2,19 +2,20 @@
 
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 from rich.table import Column
 
+from consequent_lab.screen import LiveDisplay
+
 SECONDS_BETWEEN_LINES = 15.0
 SECONDS_BETWEEN_REFRESHES = 0.25
 
 
-class ProgressBoard:
+class ProgressBoard(LiveDisplay):
     """Shows any number of runs.
 
     Args:
@@ -27,30 +28,17 @@ class ProgressBoard:
     """
 
     def __init__(self, screen: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._screen = screen
+        bars = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=10),
+            # Where the screen is narrow, the text is cut and not the name.
+            TextColumn("{task.fields[text]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+            console=screen,
+            refresh_per_second=2,
+            expand=True,
+        )
+        super().__init__(screen, bars)
         self._clock = clock
-        self._bars: Bars | None = None
-        if screen.is_terminal:
-            self._bars = Bars(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=10),
-                # Where the screen is narrow, the text is cut and not the name.
-                TextColumn("{task.fields[text]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
-                console=screen,
-                refresh_per_second=2,
-                expand=True,
-            )
-
-    def __enter__(self) -> Self:
-        if self._bars:
-            self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._bars:
-            self._bars.stop()
 
     def run(self, name: str) -> "RunLine":
         """Returns the line of a run: a watcher for `train`."""

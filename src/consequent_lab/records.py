@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
+DIGITS = 6  # of a measured number
+
 
 def provenance(workers: int) -> dict[str, Any]:
     """Returns what a reader needs to judge and repeat a measurement."""
@@ -28,9 +30,20 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def resident_memory() -> int:
+    """Returns the bytes of memory that this process holds now."""
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # the most so far: the best that others tell
+    return peak * (1 if sys.platform == "darwin" else 1024)
+
+
 def write_json(path: Path, record: dict[str, Any]) -> None:
     """Writes the record; numbers that are not finite become null, as JSON knows neither NaN nor infinity."""
-    text = json.dumps(_finite(record), indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(plain_numbers(record, DIGITS), indent=1, ensure_ascii=False, allow_nan=False)
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
@@ -53,16 +66,16 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _finite(value: Any) -> Any:
-    """Replaces numbers that are not finite by None and rounds the others to six digits.
+def plain_numbers(value: Any, digits: int) -> Any:
+    """Returns what JSON can hold: numbers that are not finite are None, the others have so many digits.
 
-    >>> _finite({"loss": [0.123456789, math.inf], "epochs": 12})
-    {'loss': [0.123457, None], 'epochs': 12}
+    >>> plain_numbers({"loss": [0.123456789, math.inf], "epochs": 1234567}, 6)
+    {'loss': [0.123457, None], 'epochs': 1234567}
     """
     if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: plain_numbers(entry, digits) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
+        return [plain_numbers(entry, digits) for entry in value]
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
     return value

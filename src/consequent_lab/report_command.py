@@ -28,9 +28,9 @@ class Report:
 
     def run(self) -> None:
         """Writes the page and the figures."""
-        from consequent_lab.display import console
         from consequent_lab.paper.experiments import experiments, find
         from consequent_lab.report.write import write_report
+        from consequent_lab.screen import console
 
         for folder in self.runs:
             if not folder.is_dir():

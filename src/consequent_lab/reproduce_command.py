@@ -67,13 +67,13 @@ class Reproduce:
     def run(self) -> None:
         """Runs what is missing, shows the verdicts, and raises if a run failed."""
         begun = time.time()
-        from consequent_lab.display import console
         from consequent_lab.paper.archive import Archive
         from consequent_lab.paper.experiments import find
         from consequent_lab.paper.schedule import Setup, run_jobs
         from consequent_lab.pool import start_importing
         from consequent_lab.progress import ProgressBoard
         from consequent_lab.records import cores
+        from consequent_lab.screen import console
         from consequent_lab.train_command import chosen_device
 
         recipes = self._recipes()

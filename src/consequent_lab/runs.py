@@ -9,14 +9,14 @@
 
 A checkpoint knows how long the metrics were when it was written, and their digest. A run that goes on from it cuts off
 what came later, a torn last line included, and writes it again. Files other than the metrics take the place of their
-predecessors at once, when they are complete and on the disk. Reading needs no torch, except for checkpoints.
+predecessors at once, when they are complete and on the disk, and hold a digest of themselves. Reading needs no torch,
+except for checkpoints.
 """
 
 import functools
 import hashlib
 import io
 import json
-import math
 import os
 import subprocess
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from consequent_lab.records import provenance, write_atomically
+from consequent_lab.records import plain_numbers, provenance, write_atomically
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -133,7 +133,7 @@ class RunFolder:
 
     def append(self, line: dict[str, Any]) -> None:
         """Appends a line to the metrics; numbers that are not finite become null."""
-        data = (json.dumps(_plain(line), ensure_ascii=False, allow_nan=False) + "\n").encode()
+        data = (json.dumps(plain_numbers(line, DIGITS), ensure_ascii=False, allow_nan=False) + "\n").encode()
         with self._path("metrics.jsonl").open("ab") as file:
             file.write(data)
         self._metrics_digest.update(data)
@@ -258,7 +258,8 @@ class RunFolder:
         return self.path / name
 
     def _write_json(self, name: str, value: dict[str, Any]) -> None:
-        self._write(name, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        text = json.dumps(sealed(value), indent=1, ensure_ascii=False, allow_nan=False)
+        self._write(name, (text + "\n").encode())
 
     def _write(self, name: str, *parts: "bytes | memoryview") -> None:
         def write(file: IO[bytes]) -> None:
@@ -297,6 +298,24 @@ def parsed(data: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DamagedFileError(f"{where} is damaged: not a JSON object")
     return value
+
+
+def sealed(value: dict[str, Any], following: bytes = b"") -> dict[str, Any]:
+    """Returns a JSON object with a digest of itself, and of what follows it in its file."""
+    return {**value, "sha256": _digest(value, following)}
+
+
+def unsealed(value: dict[str, Any], where: str, following: bytes = b"") -> dict[str, Any]:
+    """Returns the object without its digest; raises DamagedFileError, naming where it is from, if that does not fit."""
+    rest = {name: entry for name, entry in value.items() if name != "sha256"}
+    if value.get("sha256") != _digest(rest, following):
+        raise DamagedFileError(f"{where} is damaged: its contents do not have the digest that was written with them")
+    return rest
+
+
+def _digest(value: dict[str, Any], following: bytes) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode() + b"\n" + following).hexdigest()
 
 
 def all_runs(runs: Path) -> list[RunFolder]:
@@ -369,26 +388,11 @@ def _sync_folder(path: Path) -> None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    return parsed(path.read_bytes(), str(path))
+    return unsealed(parsed(path.read_bytes(), str(path)), str(path))
 
 
 def _as_tuple(value: Any) -> Any:
     return tuple(_as_tuple(entry) for entry in value) if isinstance(value, list) else value
-
-
-def _plain(value: Any) -> Any:
-    """Replaces numbers that are not finite by None, and leaves digits out that a float32 does not have.
-
-    >>> _plain({"loss": [0.1234567890123, math.inf], "iteration": 12})
-    {'loss': [0.123456789, None], 'iteration': 12}
-    """
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
-    return value
 
 
 def _by_number(path: Path) -> tuple[str, int, str]:

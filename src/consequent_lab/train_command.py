@@ -34,9 +34,9 @@ class Train(TrainConfig):
     def run(self) -> None:
         """Trains."""
         from consequent_lab.crew import CrewFolder, joined
-        from consequent_lab.display import console
         from consequent_lab.progress import ProgressBoard
         from consequent_lab.runs import RunFolder
+        from consequent_lab.screen import console
         from consequent_lab.trainer import train
 
         config = self.config()

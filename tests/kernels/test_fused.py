@@ -127,3 +127,20 @@ def test_what_kernels_do_not_take():
     first.weight.grad = None
     assert not fused.take(first, Damping(0.1), 8.0)
     assert not fused
+
+
+def test_a_weight_that_lies_the_other_way_round_is_left_to_the_plain_path():
+    """The kernels write rows of outputs; the Conv1D of transformers has rows of features."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    torch.manual_seed(0)
+    model = nn.Sequential(conv1d(3, 40)).to(DEVICE)  # fewer samples than features
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    correction = consequent.attach(optimizer, model)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(8, 40, device=DEVICE)).square().mean().backward()
+        if step == 0:
+            optimizer.step()  # looks at every layer
+    (record,) = correction._capture.filled_records()
+    assert record.verified
+    assert not FusedStep(DEVICE).take(record, Damping(0.01), 8.0)

@@ -18,9 +18,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from consequent_lab import cli, data_command, datasets, downloads
+from consequent_lab import cli, datasets, downloads
 from consequent_lab.datasets import CIFAR10, CIFAR100, FASHION_MNIST, LAYOUTS, Dataset, load, prepared, read
 from consequent_lab.digits import load_digits
+from consequent_lab.download_display import DownloadDisplay
 from consequent_lab.downloads import SOURCES, DownloadError, Remote, Source, fetch, obtain, unpack
 
 SMALL_CIFAR10 = replace(CIFAR10, train=100, test=20)
@@ -744,7 +745,7 @@ def test_what_is_damaged_is_not_overwritten_by_a_download(published, server, tmp
 
 def test_a_terminal_gets_a_bar():
     screen = Console(file=io.StringIO(), force_terminal=True, width=100)
-    with data_command.DownloadDisplay(screen) as display:
+    with DownloadDisplay(screen) as display:
         for here in (0, 500_000, 1_000_000):
             display.show("file.bin", here, 1_000_000)
     assert "file.bin" in screen.file.getvalue()

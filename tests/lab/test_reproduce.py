@@ -135,5 +135,5 @@ def test_a_failed_run_is_named_at_the_end(tmp_path, capsys):
     assert cli.main([*command, "--runs", str(tmp_path), "--workers", "1", "--device", "cpu"]) == 1
     captured = capsys.readouterr()
     assert "1 run(s) failed:\n  mlp-quick-search/digits-unit-sgd-lr0.01/seed100: " in captured.err
-    assert "holds a run with another config" in captured.err
+    assert "config.json is damaged" in captured.err
     assert "2 runs done, 1 failed" in captured.out

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from consequent_lab.paper.measures import Curve
-from consequent_lab.records import write_atomically
-from consequent_lab.runs import DamagedFileError, RunFolder, config_from, parsed
+from consequent_lab.records import DIGITS, plain_numbers, write_atomically
+from consequent_lab.runs import DamagedFileError, RunFolder, config_from, parsed, sealed, unsealed
 from consequent_lab.train_config import TrainConfig
 
-DIGITS = 6
 LINES_WITH_NORMS = 20
 UNFINISHED = "unfinished"
 LEFT_OUT = {"lr", "running_loss", "running_accuracy"}
@@ -120,7 +119,7 @@ def _read(root: Path, recipe: str, variant: str, seed: int, unfinished: bool) ->
         outcome = {"outcome": UNFINISHED, **{key: lines[-1][key] for key in ("iteration", "seconds")}}
     kept = {key: value for key, value in outcome.items() if key != "metrics"}
     config = folder.config(TrainConfig)
-    return KeptRun(recipe, variant, seed, config, folder.environment(), rounded(kept), lines)
+    return KeptRun(recipe, variant, seed, config, folder.environment(), plain_numbers(kept, DIGITS), lines)
 
 
 # ---- compact files -----------------------------------------------------------------------------------------------
@@ -133,10 +132,10 @@ def compact_path(root: Path, recipe: str, variant: str, seed: int) -> Path:
 
 def write_compact(run: KeptRun, root: Path) -> Path:
     """Writes a run's compact file and returns its path."""
-    head = {**asdict(run), "lines": len(run.lines)}
+    readings = "".join(_line(entry) for entry in run.lines).encode()
+    head = sealed({**asdict(run), "lines": len(run.lines)}, readings)
     path = compact_path(root, run.recipe, run.variant, run.seed)
-    text = "".join(_line(entry) for entry in [head, *run.lines])
-    write_atomically(path, lambda file: file.write(text.encode()))
+    write_atomically(path, lambda file: file.write(_line(head).encode() + readings))
     return path
 
 
@@ -146,17 +145,15 @@ def read_compact(path: Path) -> KeptRun:
     Raises:
         DamagedFileError: if the file is not what was written.
     """
-    first, *rest = path.read_bytes().splitlines() or [b""]
-    head = parsed(first, f"{path}, line 1,")
-    lines = [parsed(line, f"{path}, line {number},") for number, line in enumerate(rest, start=2)]
+    first, _, readings = path.read_bytes().partition(b"\n")
+    head = unsealed(parsed(first, f"{path}, line 1,"), str(path), readings)
+    lines = [parsed(line, f"{path}, line {number},") for number, line in enumerate(readings.splitlines(), start=2)]
     try:
-        expected = head.pop("lines")
+        head.pop("lines")
         config = config_from(head.pop("config"), TrainConfig, str(path))
         run = KeptRun(config=config, lines=lines, **head)
     except (KeyError, TypeError) as error:
         raise DamagedFileError(f"{path} is damaged: its first line does not describe a run ({error})") from error
-    if expected != len(lines):
-        raise DamagedFileError(f"{path} is damaged: it has {len(lines)} readings and was written with {expected}")
     if path != compact_path(path.parents[2], run.recipe, run.variant, run.seed):
         raise DamagedFileError(f"{path} holds {run.name}: it is not where it belongs")
     return run
@@ -185,17 +182,4 @@ def thinned(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             complete_epochs = math.floor(line["epoch"] + 1e-6)
         else:
             left_out |= {"epoch_loss", "epoch_accuracy"}  # they stand on an earlier line
-        yield rounded({key: value for key, value in line.items() if key not in left_out})
-
-
-def rounded(value: Any) -> Any:
-    """Returns the value with at most six digits in its numbers.
-
-    >>> rounded({"loss": [0.123456789, None], "iteration": 12345678})
-    {'loss': [0.123457, None], 'iteration': 12345678}
-    """
-    if isinstance(value, dict):
-        return {key: rounded(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [rounded(entry) for entry in value]
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+        yield plain_numbers({key: value for key, value in line.items() if key not in left_out}, DIGITS)

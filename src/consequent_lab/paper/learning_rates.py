@@ -12,6 +12,7 @@ from consequent_lab.paper.rates import rate_at, score, variant_at
 from consequent_lab.paper.recipes import Sweep
 from consequent_lab.paper.verdicts import all_of
 
+DRAWN_UP_TO = 10.0  # loss: four times that of guessing among ten classes; beyond it nothing was learnt
 GOOD = 1.25  # times the best loss of the same contestant
 Losses = dict[str, dict[int, list[float]]]  # by label and rung: of every seed; infinity if it diverged
 
@@ -110,7 +111,8 @@ def _figure(parts: dict[str, Losses]) -> Figure:
     return Figure(
         NAME,
         "Loss against the learning rate",
-        "Means over seeds. A rate without a point diverged with at least one seed.",
+        "Means over seeds. A rate without a point diverged with at least one seed, or ended with a loss above "
+        f"{DRAWN_UP_TO:g}.",
         [
             Panel(
                 title,
@@ -126,7 +128,7 @@ def _figure(parts: dict[str, Losses]) -> Figure:
 def _series(label: str, losses: dict[int, list[float]]) -> Series:
     columns: dict[str, list[Number]] = {
         "rate": [rate_at(rung) for rung in losses],
-        "loss": [mean if math.isfinite(mean := fmean(values)) else None for values in losses.values()],
+        "loss": [mean if (mean := fmean(values)) <= DRAWN_UP_TO else None for values in losses.values()],
     }
     return Series(label, columns, style="line+markers")
 

@@ -178,14 +178,19 @@ def _figure(paths: dict[tuple[str, float], Path2D]) -> Figure:
     return Figure(
         name=NAME,
         title="The way of two weights to their optimum",
-        caption=f"Contours: the loss. All start at {START} and should reach {OPTIMUM}; {STEPS} iterations.",
+        caption=f"Contours: the loss. All start at {_shown(START)} and should reach {_shown(OPTIMUM)}; "
+        f"{STEPS} iterations.",
         panels=panels,
     )
 
 
+def _shown(point: tuple[float, float]) -> str:
+    return f"({point[0]:g}, {point[1]:g})".replace("-", "−")
+
+
 def _contours() -> Contours:
-    x = [-5.0 + 0.25 * step for step in range(41)]
-    y = [-2.0 + 0.15 * step for step in range(41)]
+    x = [-5.0 + 0.1 * step for step in range(101)]
+    y = [-2.0 + 0.06 * step for step in range(101)]
     heights = [
         [0.5 * ((INPUTS[0] * (a - OPTIMUM[0])) ** 2 + (INPUTS[1] * (b - OPTIMUM[1])) ** 2) for a in x] for b in y
     ]

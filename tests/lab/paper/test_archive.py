@@ -6,7 +6,7 @@ import pytest
 
 from consequent_lab import cli
 from consequent_lab.paper.archive import Archive, compact_path, read_compact, thinned, write_compact
-from consequent_lab.runs import DamagedFileError, RunFolder
+from consequent_lab.runs import DamagedFileError, RunFolder, sealed, unsealed
 from consequent_lab.train_config import TrainConfig
 from consequent_lab.trainer import Unwatched, train
 
@@ -58,8 +58,9 @@ def test_a_damaged_compact_file_is_named(runs, tmp_path):
         path.write_text(text)
         with pytest.raises(DamagedFileError, match=r"seed0\.jsonl"):
             Archive(tmp_path).run(*KEY)
-    head = json.loads(lines[0]) | {"seed": 1}
-    path.write_text("\n".join([json.dumps(head), *lines[1:]]))
+    readings = "".join(f"{line}\n" for line in lines[1:])
+    head = unsealed(json.loads(lines[0]), "", readings.encode()) | {"seed": 1}
+    path.write_text(json.dumps(sealed(head, readings.encode())) + "\n" + readings)
     with pytest.raises(DamagedFileError, match="not where it belongs"):
         read_compact(path)
 

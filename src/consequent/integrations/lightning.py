@@ -1,0 +1,69 @@
+"""Lightning: ``Trainer(callbacks=[ConsequentialismCallback(damping=0.01)])``."""
+
+from typing import Any, Unpack
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from consequent.correction import Consequentialism, attach
+from consequent.settings import Options
+
+__all__ = ["ConsequentialismCallback"]
+
+
+class ConsequentialismCallback(Callback):
+    """Makes the optimisers of a LightningModule consequentialist while ``Trainer.fit`` runs.
+
+    Each optimiser gets a correction of its own for the layers whose parameters it holds. (To have another damping for
+    each, or to leave one plain, call :func:`consequent.attach` in ``configure_optimizers`` instead, or return a
+    ready-made :class:`consequent.CSGD`: Lightning needs no callback for these.)
+
+    Checkpoints hold the settings and counters, and ``fit(ckpt_path=…)`` goes on with them.
+
+    Args:
+        damping: λ, and all further arguments of :class:`consequent.Consequentialism`.
+        options: these.
+
+    Attributes:
+        corrections: a :class:`consequent.Consequentialism` for each optimiser; after training they are detached,
+            and their counters can still be read.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> callback = ConsequentialismCallback(damping=0.01)
+        >>> trainer = Trainer(callbacks=[callback], accumulate_grad_batches=4, logger=False)
+    """
+
+    def __init__(self, damping: float = 0.01, **options: Unpack[Options]) -> None:
+        self.damping = damping
+        self.options = options
+        self.corrections: list[Consequentialism] = []
+        self._loaded: list[dict[str, Any]] = []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The optimisers exist now, the first batch is still to come."""
+        self._detach()  # after a training that raised
+        self.corrections = [attach(o, pl_module, self.damping, **self.options) for o in trainer.optimizers]
+        loaded, self._loaded = self._loaded, []
+        if loaded and len(loaded) != len(self.corrections):
+            raise ValueError(
+                f"the checkpoint was written with {len(loaded)} optimisers, and now there are {len(self.corrections)}"
+            )
+        for correction, state in zip(self.corrections, loaded, strict=False):
+            correction.load_state_dict(state)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Training is over."""
+        self._detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"corrections": [correction.state_dict() for correction in self.corrections]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Comes before the optimisers exist."""
+        self._loaded = state_dict["corrections"]
+
+    def _detach(self) -> None:
+        for correction in self.corrections:
+            if correction.optimizer is not None:  # the optimiser of a training that raised may be gone
+                correction.detach()

@@ -1,0 +1,72 @@
+"""Hugging Face: ``Trainer(…, callbacks=[ConsequentialismCallback(damping=0.01)])``."""
+
+from typing import Any, Unpack
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from transformers import TrainerCallback
+
+from consequent.correction import Consequentialism, attach
+from consequent.settings import Options
+
+__all__ = ["ConsequentialismCallback"]
+
+
+class ConsequentialismCallback(TrainerCallback):
+    """Makes the optimiser of a ``transformers.Trainer`` consequentialist while ``Trainer.train`` runs.
+
+    The Trainer tells a model what to divide its loss by (``num_items_in_batch``: the samples or tokens of all
+    accumulated micro-batches), and with ``loss_reduction="mean"`` the correction takes the same number. (It is on the
+    model's device, so on a GPU each step waits for it; a ``loss_reduction`` of your own does not.) Where a model is
+    told nothing, it is the number of samples as everywhere.
+
+    Some models are told and divide by their micro-batch nevertheless (``BertForSequenceClassification`` in transformers
+    5.22). With gradient accumulation all gradients are then too large, plain ones too, as many times as there are
+    micro-batches: ``trainer.loss_is_scaled_for_ga = False`` helps.
+
+    A loss without a mean over samples or tokens (the ``MSELoss`` of regression heads, a ``compute_loss_func`` with a
+    divisor of its own) needs an explicit ``loss_reduction``.
+
+    Args:
+        damping: λ, and all further arguments of :class:`consequent.Consequentialism`.
+        options: these.
+
+    Attributes:
+        correction: None before the first training; after one it is detached, and its counters can still be
+            read.
+    """
+
+    def __init__(self, damping: float = 0.01, **options: Unpack[Options]) -> None:
+        self.damping = damping
+        self.options = options
+        self.correction: Consequentialism | None = None
+        self._hook: RemovableHandle | None = None
+        self._items: Any = None  # num_items_in_batch of the last micro-batch
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Optimizer, **others: Any
+    ) -> None:
+        """The optimiser exists now, and a checkpoint was loaded if there is one."""
+        self._detach()  # after a training that raised
+        options = self.options
+        if options.get("loss_reduction", "mean") == "mean":
+            options = {**options, "loss_reduction": self._divisor}
+        self.correction = attach(optimizer, model, self.damping, **options)
+        self._hook = model.register_forward_pre_hook(self._note_items, with_kwargs=True)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Training is over."""
+        self._detach()
+
+    def _note_items(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._items = kwargs.get("num_items_in_batch")
+
+    def _divisor(self, samples: int) -> float:
+        return float(samples if self._items is None else self._items)
+
+    def _detach(self) -> None:
+        if self.correction is not None and self.correction.optimizer is not None:
+            self.correction.detach()
+        if self._hook is not None:
+            self._hook.remove()

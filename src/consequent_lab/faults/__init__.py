@@ -1,0 +1,1 @@
+"""Faults tried on purpose, and what became of them."""

@@ -1,0 +1,64 @@
+"""`consequent faults`: breaks things on purpose and counts what happens."""
+
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # The command line reads this file for its options; torch is imported when needed.
+    from consequent_lab.faults.soak import Soak
+    from consequent_lab.faults.trial import Trial
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Try faults on training runs and count what becomes of them.
+
+    Processes killed at random moments, a full disk, damaged files, numbers that are not finite, factorisations that
+    fail, memory that runs out, files from strangers; and a long run with faults at random beside some left in peace.
+    """
+
+    quick: bool = False
+    """A few attempts of each, in under a minute."""
+    output: Path = Path("faults.json")
+    """The JSON file."""
+
+    def run(self) -> None:
+        """Tries, shows the table and writes it; raises if anything went otherwise than it should."""
+        from consequent_lab.faults.study import study
+        from consequent_lab.records import provenance, write_json
+        from consequent_lab.screen import console
+
+        screen = console()
+        begun = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="consequent-faults-") as folder:
+            trials, soaked = study(Path(folder), quick=self.quick, report=lambda text: screen.print(text, markup=False))
+        record = {
+            "study": "faults",
+            "quick": self.quick,
+            **provenance(workers=1),
+            "trials": [asdict(trial) for trial in trials],
+            "soak": {**asdict(soaked), "as_expected": soaked.is_as_expected},
+        }
+        write_json(self.output, record)
+        for line in table(trials, soaked):
+            screen.print(line, markup=False, soft_wrap=True)
+        screen.print(f"Numbers: {self.output}\nTime: {time.perf_counter() - begun:.0f} s", markup=False)
+        surprises = [text for trial in trials for text in trial.surprises]
+        if surprises or not soaked.is_as_expected:
+            raise ValueError("not everything went as it should:\n" + "\n".join(surprises or [str(soaked)]))
+
+
+def table(trials: "list[Trial]", soaked: "Soak") -> list[str]:
+    """Returns the lines of a Markdown table."""
+    lines = ["| fault | tried | as it should be | what should happen |", "|---|---|---|---|"]
+    for trial in trials:
+        counts = f"{trial.tried} | {trial.as_expected}" if not trial.not_tried else f"not tried: {trial.not_tried} |"
+        lines.append(f"| {trial.fault} | {counts} | {trial.expected} |")
+    faults = sum(soaked.faults.values())
+    lines.append(
+        f"| {faults:,} faults at random in {soaked.steps:,} steps | 1 | {int(soaked.is_as_expected)} | "
+        "memory flat, every fault counted as what it is, final loss within the spread of undisturbed runs |"
+    )
+    return lines
