@@ -70,6 +70,19 @@ class Frozen(nn.Module):
         return self.two(torch.tanh(self.one(x)))
 
 
+class Transposed(nn.Module):
+    """GPT-2's layers, whose weight is [features, outputs]."""
+
+    def __init__(self):
+        super().__init__()
+        from transformers.pytorch_utils import Conv1D
+
+        self.one, self.two = Conv1D(9, 6), Conv1D(4, 9)
+
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(x)))
+
+
 def _images(*shapes):
     return lambda ranks: [(torch.randn(shapes[rank % len(shapes)]),) for rank in range(ranks)]
 
@@ -101,6 +114,7 @@ CASES = {
     "images that cost less than their moment": (lambda: Images(12), _images((2, 12, 8, 8))),
     "with strides": (lambda: Images(4, stride=2), _images((2, 4, 5, 5))),
     "only a bias": (Frozen, _rows(5)),
+    "transposed weights": (Transposed, _rows(6)),
 }
 
 

@@ -1,5 +1,7 @@
 """fully_shard: each rank corrects its own rows, to what one process comes to with all samples."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -74,6 +76,10 @@ def test_micro_batches_without_sync(two, kind, how):
     check(two.run(step, kind, 8, torch.float64, how, 2), kind, 8, torch.float64)
 
 
+# Layers that share a weight must be sharded as one; a transposed weight stays plain; unused layers get no gradient.
+UNFIT = re.compile("unused|biases|transposed")
+
+
 def case(name):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model, calls, targets = build_case(name, ranks)
@@ -87,7 +93,7 @@ def case(name):
     return gathered(model)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "unused" not in name and "biases" not in name])
+@pytest.mark.parametrize("name", [name for name in CASES if not UNFIT.search(name)])
 def test_all_kinds_of_layers(two, name):
     expected = by_one_process(name, 2)
     for grads in two.run(case, name):
@@ -168,6 +174,19 @@ def by_columns():
     fully_shard(model[0], mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
     fully_shard(model, mesh=mesh)
     return consequent.Consequentialism(model).plain
+
+
+def by_inputs():
+    model, _, _ = build_case("transposed weights", 2)
+    model.append = torch.nn.Linear(2, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return consequent.Consequentialism(model).plain
+
+
+def test_transposed_weights_stay_plain(two):
+    pytest.importorskip("transformers")
+    for plain in two.run(by_inputs):
+        assert plain == dict.fromkeys(("one", "two"), "its weight is sharded by its inputs, not by its outputs")
 
 
 def test_weights_sharded_otherwise_stay_plain(two):
