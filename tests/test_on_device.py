@@ -126,3 +126,22 @@ def test_a_matrix_that_cannot_be_factorised_is_counted(monkeypatch):
     for name, gradient in plain.items():
         share = actual[name].norm() / gradient.norm()
         assert torch.allclose(actual[name], share * gradient)
+
+
+def test_layers_of_half_precision_are_not_measured_by_a_layer_of_full_precision(monkeypatch):
+    """Rounded gradients beside exact ones, of one batch size, are no edits."""
+    torch.manual_seed(0)
+    body, head = nn.Sequential(nn.Linear(300, 200), nn.ReLU(), nn.Linear(200, 100)), nn.Linear(100, 12)
+    model = nn.ModuleList([body, head])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    correction = consequent.attach(optimizer, model, damping=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = body(torch.randn(20, 300))
+        head(hidden.float()).square().mean().backward()
+        with monkeypatch.context() as patch:
+            if step > 0:
+                patch.setattr(rewrite, "answers_at_once", lambda tensor: False)
+            optimizer.step()
+    assert correction.counters == Counters(steps=4)

@@ -8,10 +8,9 @@ The hosts first tell each other how many rows they have for each layer; what is 
 layer is solved, follows from these numbers alone, so that all ranks do the same.
 """
 
-import hashlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import reduce
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,6 +20,22 @@ from torch import Tensor
 from consequent import layers
 from consequent.capture import Capture
 from consequent.layers import Layer
+from consequent.news import (
+    MISBEHAVES,
+    MOMENT,
+    NOTHING,
+    ROWS,
+    Block,
+    Header,
+    News,
+    Shape,
+    block_bytes,
+    blocks_of,
+    by_shape,
+    difference,
+    elements,
+    key_of,
+)
 from consequent.ranks import Ranks
 from consequent.record import Entry, Record, Use
 from consequent.reports import shown
@@ -29,60 +44,6 @@ from consequent.traffic import LayerTraffic, bytes_to_gather, bytes_to_sum, pack
 from consequent.triangle import packed, unpacked
 
 BUCKET = 25 * 2**20  # bytes that are sent together, as in DistributedDataParallel
-
-# What a rank has of a layer's inputs.
-NOTHING, MOMENT, ROWS, MISBEHAVES = range(4)
-
-
-class _Shape(NamedTuple):
-    """What must be known of another rank's tensors to unpack them: shapes without the samples, and the dtype."""
-
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    dtype: torch.dtype
-
-    def samples(self, layer: Layer, rows: int) -> int:
-        """How many of this shape make so many rows."""
-        return rows // prod(self.outputs[1:]) if layers.spatial_dims(layer) else rows
-
-
-class _Block(NamedTuple):
-    """Samples of one shape."""
-
-    shape: _Shape
-    samples: int
-
-
-class _News(NamedTuple):
-    """What a rank says of one layer."""
-
-    form: int
-    rows: int
-    shapes: int  # a key: of the shapes of its blocks
-    unverified: int  # whether it wants to compare the gradient with ΔZᵀX
-
-    @property
-    def has_rows(self) -> bool:
-        return self.form == ROWS
-
-
-class _Header(NamedTuple):
-    """What a rank says first."""
-
-    digest: int
-    samples: int
-    failed: int
-    layers: list[_News]
-
-    @classmethod
-    def read(cls, numbers: list[int]) -> "_Header":
-        width = len(_News._fields)
-        news = [_News(*numbers[place : place + width]) for place in range(3, len(numbers), width)]
-        digest, samples, failed = numbers[:3]
-        return cls(digest, samples, failed, news)
-
-    def numbers(self) -> list[int]:
-        return [self.digest, self.samples, self.failed, *(number for news in self.layers for number in news)]
 
 
 @dataclass
@@ -96,7 +57,7 @@ class _Plan:
     side: str
     choice: str
     unverified: bool
-    blocks: dict[str, list[list[_Block]]]  # by layer and rank, where all ranks have rows
+    blocks: dict[str, list[list[Block]]]  # by layer and rank, where all ranks have rows
 
     @property
     def gathers(self) -> tuple[str, ...]:
@@ -133,8 +94,8 @@ class Exchange:
         self._settings = settings
         self._agreed: int | None = None  # digest of what all ranks are attached to
         self._length = 0  # of the last header
-        self._shapes: dict[int, tuple[_Block, ...]] = {}  # that were told, by key
-        self._headers: list[_Header] = []
+        self._shapes: dict[int, tuple[Block, ...]] = {}  # that were told, by key
+        self._headers: list[Header] = []
 
     # ---- what everyone has ------------------------------------------------------------------------------------------
 
@@ -156,7 +117,7 @@ class Exchange:
         if digest != self._agreed:  # of another length, perhaps: what the others expect is enough to say so
             numbers = (numbers + [0] * self._length)[: self._length]
         self._length = len(numbers)
-        self._headers = [_Header.read(theirs) for theirs in self.ranks.gather_numbers(numbers)]
+        self._headers = [Header.read(theirs) for theirs in self.ranks.gather_numbers(numbers)]
         self._raise_failures(failure)
         if any(theirs.digest != self._agreed for theirs in self._headers):  # somebody's layers or settings changed
             self._agreed = None
@@ -180,16 +141,16 @@ class Exchange:
             ]
             damping = self._damping_of(weight if weight.requires_grad or bias is None else bias)
             described[shown(name)] = f"{type(layer).__name__} ({', '.join(trained) or 'not trained'}), {damping}"
-        return _key_of(tuple(described.items())), described
+        return key_of(tuple(described.items())), described
 
     def _agree(self, digest: int, described: dict[str, str], failure: Exception | None) -> None:
         """All ranks must be attached to the same layers with the same settings; otherwise all of them raise."""
         answers = self.ranks.gather_numbers([digest, int(failure is not None)])
         if len({theirs for theirs, _ in answers}) > 1:
             everyones: list[dict[str, str]] = self.ranks.gather_objects(described)
-            raise RuntimeError("the ranks disagree on what is corrected, and how: " + _difference(everyones))
+            raise RuntimeError("the ranks disagree on what is corrected, and how: " + difference(everyones))
         self._agreed = digest
-        self._headers = [_Header(theirs, 0, failed, []) for theirs, failed in answers]
+        self._headers = [Header(theirs, 0, failed, []) for theirs, failed in answers]
         self._raise_failures(failure)
 
     def _raise_failures(self, mine: Exception | None) -> None:
@@ -199,28 +160,28 @@ class Exchange:
         if failed:
             raise RuntimeError(f"rank {failed[0]} cannot correct this step, so no rank does; its own error says why")
 
-    def _header(self, digest: int, failure: Exception | None) -> _Header:
+    def _header(self, digest: int, failure: Exception | None) -> Header:
         count = len(self._capture.layers)
         if failure is not None:
-            return _Header(digest, 0, 1, [_News(NOTHING, 0, 0, 0)] * count)
+            return Header(digest, 0, 1, [News(NOTHING, 0, 0, 0)] * count)
         news = []
         for layer in self._capture.layers.values():
             record = self._capture.records.get(self._capture.parameters_of(layer)[0])
             if layer in self._capture.misbehaving:
-                news.append(_News(MISBEHAVES, 0, 0, 0))
+                news.append(News(MISBEHAVES, 0, 0, 0))
                 continue
             uses = [] if record is None else [u for u in (*record.reduced, *record.uses) if u.layer is layer]
             if record is None or not uses:
-                news.append(_News(NOTHING, 0, 0, 0))
+                news.append(News(NOTHING, 0, 0, 0))
                 continue
             rows, unverified = sum(use.rows for use in uses), int(not record.verified)
             if record.reduced:
-                news.append(_News(MOMENT, rows, 0, unverified))
+                news.append(News(MOMENT, rows, 0, unverified))
             else:
-                news.append(_News(ROWS, rows, _key_of(_shapes_of(layer, uses)), unverified))
-        return _Header(digest, self._capture.samples(), 0, news)
+                news.append(News(ROWS, rows, key_of(blocks_of(layer, uses)), unverified))
+        return Header(digest, self._capture.samples(), 0, news)
 
-    def _learn_shapes(self, mine: _Header) -> None:
+    def _learn_shapes(self, mine: Header) -> None:
         """Ask for shapes that somebody has for the first time; everyone then knows the same ones."""
         keys = {news.shapes for header in self._headers for news in header.layers if news.has_rows}
         if keys <= self._shapes.keys():
@@ -229,7 +190,7 @@ class Exchange:
         for layer, news in zip(self._capture.layers.values(), mine.layers, strict=True):
             if news.has_rows and news.shapes not in self._shapes:
                 record = self._capture.records[self._capture.parameters_of(layer)[0]]
-                told[news.shapes] = _shapes_of(layer, [use for use in record.uses if use.layer is layer])
+                told[news.shapes] = blocks_of(layer, [use for use in record.uses if use.layer is layer])
         for theirs in self.ranks.gather_objects(told):
             self._shapes |= theirs
 
@@ -280,7 +241,7 @@ class Exchange:
         damping = self._damping_of(record.first_use.key)
         all_have_rows = all(one.form != MOMENT for one in news)
         sizes: dict[str, int] = {}
-        blocks: dict[str, list[list[_Block]]] = {}
+        blocks: dict[str, list[list[Block]]] = {}
         if all_have_rows:
             for name, place in zip(names, places, strict=True):
                 blocks[name] = [self._blocks(self._capture.layers[name], h.layers[place]) for h in self._headers]
@@ -330,7 +291,7 @@ class Exchange:
     def _use_of_nothing(self, layer: Layer, weight: Tensor, bias: Tensor | None, *, trains_weight: bool) -> Use:
         return Use(layer, weight, bias, trains_weight, Entry(layer, 0, 0), 0, weight.dtype, None)
 
-    def _blocks(self, layer: Layer, news: _News) -> list[_Block]:
+    def _blocks(self, layer: Layer, news: News) -> list[Block]:
         if not news.has_rows:
             return []
         blocks = list(self._shapes[news.shapes])
@@ -338,12 +299,12 @@ class Exchange:
             blocks = [blocks[0]._replace(samples=blocks[0].shape.samples(layer, news.rows))]
         return blocks
 
-    def _longest(self, blocks: dict[str, list[list[_Block]]], *kinds: str) -> int:
+    def _longest(self, blocks: dict[str, list[list[Block]]], *kinds: str) -> int:
         """Bytes of the rank that has most: the others are filled up to it."""
         lengths = [0] * self.ranks.size
         for of_ranks in blocks.values():
             for rank, its_blocks in enumerate(of_ranks):
-                lengths[rank] += sum(_bytes(block, kind) for block in its_blocks for kind in kinds)
+                lengths[rank] += sum(block_bytes(block, kind) for block in its_blocks for kind in kinds)
         return max(lengths)
 
     # ---- sums -------------------------------------------------------------------------------------------------------
@@ -406,7 +367,7 @@ class Exchange:
     def _start_gather(self, plans: list[_Plan], dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
         lengths = [
             sum(
-                _elements(b, kind)
+                elements(b, kind)
                 for plan in plans
                 for its in plan.blocks.values()
                 for b in its[rank]
@@ -435,7 +396,7 @@ class Exchange:
         for name in plan.names:
             layer = self._capture.layers[name]
             uses = [use for use in plan.record.uses if use.layer is layer and use.output_grad is not None]
-            for shape, same in _by_shape(layer, uses).items():
+            for shape, same in by_shape(layer, uses).items():
                 parts += [_flat(same, shape, kind, plan.dtype) for kind in plan.gathers if getattr(shape, kind)]
         return parts
 
@@ -451,12 +412,12 @@ class Exchange:
         record, first = plan.record, plan.record.first_use
         for name in plan.names:
             layer = self._capture.layers[name]
-            found: dict[_Shape, dict[str, list[Tensor]]] = {}
+            found: dict[Shape, dict[str, list[Tensor]]] = {}
             for rank, blocks in enumerate(plan.blocks[name]):
                 for block in blocks:
                     parts = found.setdefault(block.shape, {kind: [] for kind in plan.gathers})
                     for kind in plan.gathers:
-                        size, shape = _elements(block, kind), getattr(block.shape, kind)
+                        size, shape = elements(block, kind), getattr(block.shape, kind)
                         numbers = everyones[rank, places[rank] : places[rank] + size]
                         places[rank] += size
                         if shape:
@@ -487,42 +448,10 @@ class Exchange:
         return use
 
 
-# ---- shapes ---------------------------------------------------------------------------------------------------------
+# ---- tensors --------------------------------------------------------------------------------------------------------
 
 
-def _shape_of(layer: Layer, use: Use) -> _Shape:
-    assert use.output_grad is not None
-    if layers.is_dense(layer):
-        return _Shape((layers.features(layer),) if use.trains_weight else (), use.output_grad.shape[-1:], use.dtype)
-    inputs = () if use.inputs is None else tuple(layers.as_batch(layer, use.inputs).shape[1:])
-    return _Shape(inputs, tuple(layers.as_batch(layer, use.output_grad).shape[1:]), use.dtype)
-
-
-def _by_shape(layer: Layer, uses: list[Use]) -> dict[_Shape, list[Use]]:
-    found: dict[_Shape, list[Use]] = {}
-    for use in uses:
-        found.setdefault(_shape_of(layer, use), []).append(use)
-    return found
-
-
-def _shapes_of(layer: Layer, uses: list[Use]) -> tuple[_Block, ...]:
-    """The blocks of a layer's rows; that of an only one's samples is left open."""
-    found = _by_shape(layer, uses)
-    if len(found) == 1:
-        return (_Block(next(iter(found)), -1),)
-    return tuple(_Block(shape, shape.samples(layer, sum(use.rows for use in same))) for shape, same in found.items())
-
-
-def _elements(block: _Block, kind: str) -> int:
-    shape = getattr(block.shape, kind)
-    return block.samples * prod(shape) if shape else 0
-
-
-def _bytes(block: _Block, kind: str) -> int:
-    return _elements(block, kind) * block.shape.dtype.itemsize
-
-
-def _flat(uses: list[Use], shape: _Shape, kind: str, dtype: torch.dtype) -> Tensor:
+def _flat(uses: list[Use], shape: Shape, kind: str, dtype: torch.dtype) -> Tensor:
     tensors = [use.inputs if kind == "inputs" else use.output_grad for use in uses]
     like = getattr(shape, kind)
     return torch.cat([tensor.reshape(-1, *like).to(dtype) for tensor in tensors if tensor is not None]).flatten()
@@ -532,21 +461,12 @@ def _joined(parts: list[Tensor]) -> Tensor | None:
     return torch.cat(parts) if parts else None
 
 
-def _about_inputs(layer: Layer, news: list[_News], dtype: torch.dtype) -> int:
+def _about_inputs(layer: Layer, news: list[News], dtype: torch.dtype) -> int:
     """Bytes of the largest rank's inputs, about: what is reduced already has no shape any more."""
     rows = max(one.rows for one in news)
     if layers.is_dense(layer):
         return rows * layers.features(layer) * dtype.itemsize
     return rows * layer.in_channels * prod(layer.stride) * dtype.itemsize
-
-
-@lru_cache(maxsize=4096)
-def _key_of(value: Hashable) -> int:
-    """A number that stands for the value on every rank."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
-
-
-# ---- buckets --------------------------------------------------------------------------------------------------------
 
 
 class _Part(NamedTuple):
@@ -582,19 +502,3 @@ def _buckets(parts: list[_Part]) -> list[list[_Part]]:
         buckets[-1].append(part)
         room -= part.tensor.nbytes
     return buckets
-
-
-def _difference(everyones: list[dict[str, str]]) -> str:
-    """In words, what some ranks have and others do not."""
-    differences = []
-    for name in dict.fromkeys(name for described in everyones for name in described):
-        values: dict[str, list[int]] = {}
-        for rank, described in enumerate(everyones):
-            values.setdefault(described.get(name, "not corrected"), []).append(rank)
-        if len(values) > 1:
-            said = "; ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in values.items())
-            differences.append(f"{name}: {said}")
-    if not differences:
-        return "their layers come in another order. Build the model in the same way on every rank."
-    more = f" (and {len(differences) - 5} more)" if len(differences) > 5 else ""
-    return ". ".join(differences[:5]) + more + ". Attach in the same way on every rank."

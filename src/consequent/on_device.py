@@ -24,13 +24,13 @@ def updates_on_device(records: Iterable[Record], damping_of: Callable[[Tensor], 
         records: on devices that must not be waited for.
         damping_of: λ for a parameter.
     """
-    groups: dict[tuple[torch.Size, torch.dtype, torch.device, Damping], list[InputMatrix]] = {}
+    groups: dict[tuple[torch.Size, torch.dtype, torch.device, Damping], list[InputMatrix]] = {}  # dtype: the layer's
     for record in records:
         damping = damping_of(record.first_use.key)
         if record.moment is None and record.verified and damping.value > 0:
             rows = InputMatrix.of(record)
             dZ = rows.output_grads
-            groups.setdefault((dZ.shape[:2], dZ.dtype, dZ.device, damping), []).append(rows)
+            groups.setdefault((dZ.shape[:2], record.first_use.dtype, dZ.device, damping), []).append(rows)
     return [update for (*_, damping), members in groups.items() for update in _updates_of_group(members, damping)]
 
 

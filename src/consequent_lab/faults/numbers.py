@@ -17,8 +17,6 @@ import consequent
 from consequent.errors import LinAlgError
 from consequent_lab.faults.trial import Trial, require
 
-Model = nn.Sequential
-
 
 class Loop:
     """A small network, trained on both sides of the formula: a convolution and dense layers."""
@@ -27,7 +25,7 @@ class Loop:
         generator = torch.Generator().manual_seed(seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.model: Model = nn.Sequential(
+            self.model = nn.Sequential(
                 nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(144, 40), nn.ReLU(), nn.Linear(40, 3)
             )
         self.optimizer = consequent.CSGD(self.model, lr=0.02, momentum=0.5, damping=0.1)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 from consequent_lab.paper.archive import Archive
 from consequent_lab.paper.rates import NEVER, Chosen, Search, Searched, chosen, rate_at, searched, variant_at
@@ -71,23 +71,29 @@ class Contestant:
 
 
 @dataclass(frozen=True)
-class Race:
-    """Contestants that are searched by the same rules, then trained, then timed one by one."""
+class _Contest:
+    """Contestants under one name."""
 
     name: str
     contestants: tuple[Contestant, ...]
-    search: Search
-    timed_iterations: int
 
     @property
     def variants(self) -> tuple[str, ...]:
         """The contestants' names."""
         return tuple(contestant.variant for contestant in self.contestants)
 
-    def select(self, patterns: tuple[str, ...], seeds: tuple[int, ...]) -> "Race":
-        """Returns the race of those that match, with these seeds."""
+    def select(self, patterns: tuple[str, ...], seeds: tuple[int, ...]) -> Self:
+        """Returns the contest of those that match, with these seeds."""
         kept = (one for one in self.contestants if not patterns or matches(one.variant, patterns))
         return replace(self, contestants=tuple(replace(one, seeds=seeds or one.seeds) for one in kept))
+
+
+@dataclass(frozen=True)
+class Race(_Contest):
+    """Contestants that are searched by the same rules, then trained, then timed one by one."""
+
+    search: Search
+    timed_iterations: int
 
     def searched(self, contestant: Contestant, archive: Archive) -> Searched:
         """Returns how far a contestant's search is."""
@@ -137,22 +143,10 @@ class Race:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class Sweep(_Contest):
     """Contestants at every one of some learning rates."""
 
-    name: str
-    contestants: tuple[Contestant, ...]
     rungs: tuple[int, ...]
-
-    @property
-    def variants(self) -> tuple[str, ...]:
-        """The contestants' names."""
-        return tuple(contestant.variant for contestant in self.contestants)
-
-    def select(self, patterns: tuple[str, ...], seeds: tuple[int, ...]) -> "Sweep":
-        """Returns the sweep of those that match, with these seeds."""
-        kept = (one for one in self.contestants if not patterns or matches(one.variant, patterns))
-        return replace(self, contestants=tuple(replace(one, seeds=seeds or one.seeds) for one in kept))
 
     def jobs(self, archive: Archive, steps: tuple[Step, ...]) -> list[Job]:
         """Returns the runs that are not finished."""
