@@ -83,6 +83,62 @@ def test_the_costs_are_in_results():
         assert [float(x) for x in (value, other, ratio)] == pytest.approx(expected, rel=0.01)
 
 
+def within_rounding(text):
+    """A number as it is written: equal to all that round to it."""
+    return pytest.approx(float(text.replace("−", "-")), rel=0, abs=0.5001 * 10.0 ** -len(text.partition(".")[2]))
+
+
+def test_the_cost_beside_batch_norm_is_in_results():
+    (percent,) = re.findall(r"ResNet-20\s+without\s+BatchNorm\s[^.]*?\(([+−-][\d.]+) %\)", README)
+    rows = json.loads((ROOT / "results" / "bench-h200.json").read_text())["rows"]
+    wanted = ("CUDA graph", "time", "C-Nesterov", "Nesterov + BN")
+    (row,) = (
+        row for row in rows if (row["mode"], row["quantity"], row["ours"]["name"], row["baseline"]["name"]) == wanted
+    )
+    assert 100 * (row["ratio"]["median"] - 1) == within_rounding(percent)
+
+
+def test_the_missed_targets_are_those_in_results():
+    page = (ROOT / "docs" / "speed.md").read_text()
+    section = page.split("## Where the targets are missed, and why\n")[1].split("\n## ")[0]
+    items = re.findall(r"^- \*([^*]+)\* \(([\d.]+), wanted ([\d.]+)\)", section, re.M)
+    assert len(items) == section.count("\n- ") > 0
+    missed = []
+    for name in ("bench-h200", "bench-cpu"):
+        record = json.loads((ROOT / "results" / f"{name}.json").read_text())
+        missed += [(record["device"]["type"], row) for row in record["rows"] if row["met"] is False]
+    assert len(items) == len(missed), [row["name"] for _, row in missed]
+    for title, ratio, target in items:
+        (found,) = (pair for pair in missed if described(*pair, title) and pair[1]["target"] == float(target))
+        assert found[1]["ratio"]["median"] == within_rounding(ratio), title
+        missed.remove(found)
+
+
+def described(device, row, title):
+    """Whether the title is that of this row: it names the network, and these three wherever they apply."""
+    kinds = {
+        "CUDA graph": row["mode"] == "CUDA graph",
+        "CPU": device == "cpu",
+        "memory": row["quantity"] == "memory",
+    }
+    network = re.match(r"[\w-]+", row["task"]).group()
+    return network in title and all((word in title) == applies for word, applies in kinds.items())
+
+
+def test_the_parts_of_the_perceptrons_step_are_in_results():
+    page = " ".join((ROOT / "docs" / "speed.md").read_text().split())
+    pattern = (
+        r"(\d+) µs on top of (\d+)\..*? edited, (\S+); Gram matrices and solves, (\S+); writing the gradients, (\S+),"
+    )
+    (parts,) = re.findall(pattern, page)
+    rows = json.loads((ROOT / "results" / "bench-h200.json").read_text())["rows"]
+    (row,) = (row for row in rows if row["name"] == "mlp-graph")
+    ours, plain = 1e3 * row["ours"]["value"], 1e3 * row["baseline"]["value"]
+    kernels = json.loads((ROOT / "results" / "roofline-h200.json").read_text())["mlp"]["correction"]
+    measured = [ours - plain, plain, *(kernels[name][0] for name in ("_scan", "_solve", "_write"))]
+    assert measured == [within_rounding(part) for part in parts]
+
+
 def test_the_precision_table_is_in_results():
     page = (ROOT / "docs" / "speed.md").read_text()
     moments = json.loads((ROOT / "results" / "precision-cpu.json").read_text())["moments"]

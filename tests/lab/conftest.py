@@ -1,0 +1,43 @@
+"""Small data sets in place of the official ones, on disk and on a web server."""
+
+import pytest
+from download_server import Server, archive_of
+from small_datasets import SMALL, SMALL_CIFAR10, SMALL_CIFAR100, SMALL_FASHION, write_cifar, write_fashion
+
+from consequent_lab import downloads
+from consequent_lab.datasets import LAYOUTS
+from consequent_lab.downloads import SOURCES, Source
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Makes the command line believe that the data sets are small."""
+    for name, layout in SMALL.items():
+        monkeypatch.setitem(LAYOUTS, name, layout)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(downloads, "PAUSE", 0.001)
+    monkeypatch.setattr(downloads, "CHUNK", 999)
+    monkeypatch.setenv("no_proxy", "*")
+    one = Server()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def published(server, small, tmp_path, monkeypatch):
+    """Publishes the small data sets on the server; returns what is in them."""
+    origin = tmp_path / "origin"
+    truth = {}
+    for layout in (SMALL_CIFAR10, SMALL_CIFAR100):
+        truth[layout.name] = write_cifar(layout, origin / layout.name)
+        official = SOURCES[layout.name]
+        remote = server.publish(official.remotes[0].name, archive_of(origin / layout.name, official.archive_folder))
+        monkeypatch.setitem(SOURCES, layout.name, Source((remote,), official.archive_folder))
+    truth["fashion-mnist"] = write_fashion(SMALL_FASHION, origin / "fashion", packed=True)
+    names = [remote.name for remote in SOURCES["fashion-mnist"].remotes]
+    remotes = tuple(server.publish(name, (origin / "fashion" / name).read_bytes()) for name in names)
+    monkeypatch.setitem(SOURCES, "fashion-mnist", Source(remotes))
+    return truth
