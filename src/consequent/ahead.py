@@ -2,8 +2,9 @@
 
 What a layer's factorisation needs, its inputs, is known when the backward pass reaches the layer; the gradient that it
 is applied to is final only at the step. In between, backpropagation through the layers before it keeps the GPU partly
-busy at best. Layers of one shape that follow each other, as they do in most networks, go together: the host launches
-once for all of them.
+busy at best. Layers of one shape go together, as many as there is memory for: several are factorised in hardly more
+time than one. The host launches once for all of them, and from their third step on by a recording of the launches
+(:mod:`consequent.replay`).
 """
 
 from collections.abc import Hashable
@@ -11,31 +12,45 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from consequent import kernels, layers
 from consequent.inverse_factor import InverseFactor, inverse_factor
 from consequent.moments import second_moments
 from consequent.precision import in_full_precision
 from consequent.record import Record
+from consequent.replay import GraphRecorder, Replays
 from consequent.settings import Damping
 
 MOST_TOGETHER = 8  # layers in a group
-MOST_MEMORY = 11 * 2**20  # bytes that a group holds on to, about: its inputs, moments and factors
+LARGEST_RECORDED = 1024  # features: the launches of larger ones take the GPU longer than the host
+LEAST_MEMORY = 11 * 2**20  # bytes that groups may hold on to, about: their inputs, moments and factors; or, if more,
+SHARE_OF_MEMORY = 16  # a part of what is in use when the backward pass begins: one in so many
 
 
 @dataclass
 class _Group:
-    """Records of one kind that wait, on one device."""
+    """Records of one kind that wait."""
 
     kind: Hashable
     damping: Damping
+    device: torch.device
+    ready: torch.cuda.Event  # when the inputs of all are there
     records: list[Record] = field(default_factory=list)
     bytes: int = 0
-    ready: torch.cuda.Event | None = None  # when the inputs of all are there
+
+
+@dataclass
+class _Pass:
+    """A backward pass on a device."""
+
+    began: torch.cuda.Event  # when the forward pass was over
+    budget: int  # bytes
+    groups: dict[Hashable, _Group] = field(default_factory=dict)  # by their kinds, the oldest first
 
     @property
-    def is_full(self) -> bool:
-        return len(self.records) >= MOST_TOGETHER or self.bytes >= MOST_MEMORY
+    def bytes(self) -> int:
+        return sum([group.bytes for group in self.groups.values()])
 
 
 class Ahead:
@@ -43,8 +58,8 @@ class Ahead:
 
     def __init__(self) -> None:
         self.factorises = True  # not where the moments of other ranks are still to be added
-        self._groups: dict[torch.device, _Group] = {}
-        self._busy: dict[torch.device, torch.cuda.Event] = {}  # devices, and when the forward pass was over there
+        self._passes: dict[torch.device, _Pass] = {}
+        self._replays: dict[torch.device, Replays] = {}
 
     def takes(self, record: Record) -> bool:
         """Whether the record's moment can wait and be computed with others: one use, on a GPU with kernels."""
@@ -60,64 +75,97 @@ class Ahead:
             record: one that :meth:`takes` approves of.
             damping: λ, to factorise the moment with.
         """
-        inputs = record.uses[0].inputs
+        use = record.uses[0]
+        inputs = use.inputs
         assert inputs is not None
         device = inputs.device
+        running = self._passes.get(device)
+        if running is None:
+            began = torch.cuda.current_stream(device).record_event()
+            running = self._passes[device] = _Pass(began, _budget(device))
         kind = (_kind_of(record), inputs.shape, inputs.stride(), inputs.dtype, damping)
-        group = self._groups.get(device)
-        if group is not None and (group.kind != kind or group.is_full):
-            self._start(device)
-            group = None
+        group = running.groups.get(kind)
         if group is None:
-            group = self._groups[device] = _Group(kind, damping)
-        group.records.append(record)
-        group.bytes += inputs.nbytes + 20 * record.columns**2
-        if device not in self._busy:
-            self._busy[device] = torch.cuda.current_stream(device).record_event()
+            group = running.groups[kind] = _Group(kind, damping, device, running.began)
         # The inputs wait since the forward pass, unless they were recomputed or brought back now. So a CUDA graph, in
         # which the host's order means nothing, can do all of this in the shadow of the whole backward pass.
-        if not record.uses[0].inputs_stayed:
+        if not use.inputs_stayed:
             group.ready = torch.cuda.current_stream(device).record_event()
-        elif group.ready is None:
-            group.ready = self._busy[device]
+        group.records.append(record)
+        group.bytes += inputs.nbytes + 20 * record.columns**2
+        if len(group.records) == MOST_TOGETHER or group.bytes >= running.budget:
+            self._start(running.groups.pop(kind))
+        while running.bytes >= running.budget:
+            self._start(running.groups.pop(next(iter(running.groups))))
 
-    @in_full_precision
-    def _start(self, device: torch.device) -> None:
-        """Start with what waits for the device."""
-        group = self._groups.pop(device)
-        uses = [record.uses[0] for record in group.records]
-        inputs = [use.inputs for use in uses if use.inputs is not None]
-        assert group.ready is not None
+    def _start(self, group: _Group) -> None:
+        """Start with what waits."""
+        records, device = group.records, group.device
+        inputs = [tensor for record in records if (tensor := record.uses[0].inputs) is not None]
+        size = records[0].columns
+        factorises = self.factorises and all(record.usual_uses == 1 for record in records)
         summing, factorising = _side_streams(device)
-        summing.wait_event(group.ready)
-        with torch.cuda.stream(summing):
-            moments = second_moments(uses[0].layer, inputs, ones=uses[0].bias is not None)
-        for tensor in inputs:
-            tensor.record_stream(summing)  # its memory is not used again before that is over
-        factors: InverseFactor | None = None
-        if self.factorises and all(record.usual_uses == 1 for record in group.records):
-            factorising.wait_stream(summing)
+        if torch.cuda.is_current_stream_capturing() or size > LARGEST_RECORDED:
+            summing.wait_event(group.ready)
+            with torch.cuda.stream(summing):
+                results = _reduced(group, inputs, factorises, factorising)
+            last = summing
+        else:
+            factorising.wait_event(group.ready)
             with torch.cuda.stream(factorising):
-                level = group.damping.absolute_for(moments, group.records[0].rows)
-                factors = inverse_factor(moments, level)
-            moments.record_stream(factorising)
-        for place, (record, moment) in enumerate(zip(group.records, moments, strict=True)):
-            record.reduce_to(moment, None if factors is None else (group.damping, factors.of(place)))
+                piece = (*records, size, inputs[0].dtype, factorises)
+                key = (*[tensor.data_ptr() for tensor in inputs], group.kind, factorises)
+                replays = self._replays.setdefault(device, Replays(GraphRecorder()))
+                results = replays.run(piece, key, lambda: _reduced(group, inputs, factorises, None))
+            last = factorising
+        for tensor in inputs:
+            tensor.record_stream(last)  # its memory is not used again before that is over
+        for record, moment, *factor in zip(records, *[iter(results)] * (3 if factorises else 1), strict=True):
+            record.reduce_to(moment, (group.damping, InverseFactor(*factor)) if factor else None)
 
     def join(self) -> None:
         """Let the current streams wait for all that was added; the host does not wait."""
-        for device in list(self._groups):
-            self._start(device)
-        for device in self._busy:
+        for device, running in self._passes.items():
+            for group in running.groups.values():
+                self._start(group)
             current = torch.cuda.current_stream(device)
             for stream in _side_streams(device):
                 current.wait_stream(stream)
-        self._busy.clear()
+            if device in self._replays:
+                self._replays[device].end_round()
+        self._passes.clear()
 
     def forget(self) -> None:
         """Drop what waits: its gradients are gone."""
-        self._groups.clear()
-        self._busy.clear()
+        self._passes.clear()
+
+
+@in_full_precision
+def _reduced(
+    group: _Group, inputs: list[Tensor], factorises: bool, factorising: torch.cuda.Stream | None
+) -> tuple[Tensor, ...]:
+    """The moment of each record of the group, and its inverse factor and status if it is to be factorised.
+
+    Args:
+        group: records of one kind.
+        inputs: their inputs.
+        factorises: whether they are factorised too,
+        factorising: and on which stream, if it is another one.
+    """
+    first = group.records[0]
+    moments = second_moments(first.layer, inputs, ones=first.uses[0].bias is not None)
+    if not factorises:
+        return tuple(moments.unbind())
+    level = group.damping.absolute_for(moments, first.rows)
+    if factorising is None:
+        factors = inverse_factor(moments, level)
+    else:
+        factorising.wait_stream(torch.cuda.current_stream())
+        moments.record_stream(factorising)
+        with torch.cuda.stream(factorising):
+            factors = inverse_factor(moments, level)
+    parts = zip(moments.unbind(), factors.inverse.unbind(), factors.status.unbind(), strict=True)
+    return tuple([tensor for part in parts for tensor in part])
 
 
 @lru_cache
@@ -125,9 +173,15 @@ def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.S
     """One for moments and one for factors, so that the next group's moments need not wait for this one's factors.
 
     All corrections share them. Factors are one after the other, as their programs wait for each other: two such
-    launches might each have half of the device.
+    launches might each have half of the device. So recordings, which have both, are replayed on the second.
     """
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
+def _budget(device: torch.device) -> int:
+    """How many bytes groups may hold on to. A power of two: the groups should not change for every byte."""
+    used: int = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"]
+    return max(LEAST_MEMORY, 1 << (used // SHARE_OF_MEMORY).bit_length() >> 1)
 
 
 def _kind_of(record: Record) -> Hashable:

@@ -60,7 +60,7 @@ def answers_at_once(place: Tensor | torch.device) -> bool:
 
 def graph_is_being_captured() -> bool:
     """Whether what is launched now is not run but recorded in a CUDA graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def transforms_are_active() -> bool:

@@ -96,6 +96,7 @@ class Capture:
             handle.remove()
         self._handles = []
         self.records.clear()
+        self._ahead = Ahead()  # recordings hold memory
         self.is_installed = False
 
     def clear(self) -> None:

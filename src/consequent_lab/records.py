@@ -17,10 +17,15 @@ DIGITS = 6  # of a measured number
 def provenance(workers: int) -> dict[str, Any]:
     """Returns what a reader needs to judge and repeat a measurement."""
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([_program(), *sys.argv[1:]]),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in ("consequent", "torch")}},
         "machine": {"system": platform.system(), "processor": platform.machine(), "cores": cores(), "workers": workers},
     }
+
+
+def _program() -> str:
+    name = Path(sys.argv[0]).name
+    return "consequent" if name == "cli.py" else name  # python -m consequent_lab.cli
 
 
 def cores() -> int:

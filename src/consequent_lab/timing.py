@@ -124,17 +124,17 @@ class PeakMemory:
     """Most mebibytes that PyTorch held at once: model, optimiser, batch, activations and workspaces."""
 
     first_steps: float  # when everything is made and looked at for the first time
-    later: float
+    later: float  # those in which a correction records its launches among them: their memory is not counted in replays
 
 
-def peak_memory(make_step: Callable[[], Callable[[], object]], steps: int = 3) -> PeakMemory:
-    """Returns what a contestant needs on the CUDA device when it is there alone."""
+def peak_memory(make_step: Callable[[], Callable[[], object]], first: int = 2, later: int = 6) -> PeakMemory:
+    """Returns what a contestant needs on the CUDA device, in so many steps, when it is there alone."""
     release_memory()
     already_there = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step = make_step()
     peaks = []
-    for _ in range(2):
+    for steps in (first, later):
         for _ in range(steps):
             step()
         torch.cuda.synchronize()

@@ -1,0 +1,165 @@
+"""Work that a GPU does again at every step, launched as one: recorded as CUDA graphs, inside of an eager program.
+
+To launch a dozen kernels from Python takes the host longer than a small network's GPU takes to run them. A recording
+launches them at once. It reads from the addresses that it was made with: so it is replayed only where all that goes in
+lies where it lay then, which the memory allocator sees to more often than not, and is made again where it does not.
+"""
+
+import gc
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+MOST_RECORDINGS = 6  # of one piece of work: memory comes in patterns that alternate
+MOST_KEYS = 64  # remembered, of work that was not recorded
+FREE_RECORDINGS = 2  # of each piece of work; then one every so often, since to record takes longer than to launch:
+RUNS_PER_RECORDING = 25
+MOST_ROUNDS_WITHOUT = 100  # until a piece of work that no longer comes is forgotten
+
+Work = Callable[[], tuple[Tensor, ...]]
+
+
+class Recording(Protocol):
+    """Launches that can be repeated."""
+
+    def replay(self) -> None:
+        """Launch them again."""
+
+
+class Recorder(Protocol):
+    """Makes recordings."""
+
+    def record(self, work: Callable[[], object]) -> Recording | None:
+        """Records what work launches, which does not happen yet. None if it cannot be recorded."""
+
+
+@dataclass
+class _Piece:
+    """One piece of work: the same results every time, computed from inputs that may lie anywhere."""
+
+    results: tuple[Tensor, ...] = ()  # where all its recordings put them
+    recordings: "OrderedDict[Hashable, Recording]" = field(default_factory=OrderedDict)
+    seen: "OrderedDict[Hashable, None]" = field(default_factory=OrderedDict)  # keys that were run as they are
+    runs: int = 0
+    recorded: int = 0
+    last_round: int = 0
+
+
+class Replays:
+    """Pieces of work, each of which is done once a step.
+
+    Args:
+        recorder: how to record; one for all, as recordings may share memory. They must run one after the other.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._pieces: dict[Hashable, _Piece] = {}
+        self._works = True
+        self._round = 0
+
+    def run(self, piece: Hashable, key: Hashable, work: Work) -> tuple[Tensor, ...]:
+        """Do the work: as it is twice, and by a recording when it comes again. Not in a CUDA graph of the user's.
+
+        The results of a recording lie in the same place every time. They are overwritten by the next run.
+
+        Args:
+            piece: whose work this is. Its results have the same shapes every time.
+            key: all that the launches depend on, above all the addresses of what goes in.
+            work: launches on the current stream alone.
+        """
+        if not self._works:
+            return work()
+        known = self._pieces.setdefault(piece, _Piece())
+        known.runs += 1
+        known.last_round = self._round
+        recording = known.recordings.get(key)
+        if recording is not None:
+            known.recordings.move_to_end(key)
+            recording.replay()
+            return known.results
+        results = work()
+        if key in known.seen and self._may_record(known):
+            self._record(known, key, work, results)
+        else:
+            _remember(known.seen, key, MOST_KEYS)
+        return results
+
+    def end_round(self) -> None:
+        """A step's work is launched: what has not come for long is forgotten, and with it the memory of its results."""
+        self._round += 1
+        if self._round % MOST_ROUNDS_WITHOUT == 0:
+            oldest = self._round - MOST_ROUNDS_WITHOUT
+            self._pieces = {name: piece for name, piece in self._pieces.items() if piece.last_round >= oldest}
+
+    def _may_record(self, known: _Piece) -> bool:
+        return known.recorded < FREE_RECORDINGS + known.runs // RUNS_PER_RECORDING
+
+    def _record(self, known: _Piece, key: Hashable, work: Work, results: tuple[Tensor, ...]) -> None:
+        # The results must not lie in memory that recordings share: another one's replay would overwrite them.
+        known.results = known.results or results
+        recording = self._recorder.record(lambda: torch._foreach_copy_(known.results, work()))
+        if recording is None:
+            self._works = False
+            self._pieces.clear()
+            return
+        known.recorded += 1
+        known.seen.pop(key)
+        known.recordings[key] = recording
+        if len(known.recordings) > MOST_RECORDINGS:
+            known.recordings.popitem(last=False)
+
+
+class GraphRecorder:
+    """Records CUDA graphs. They share the memory for what is needed only while they run, one after the other."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def record(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
+        """A graph of what work launches on the current stream; None if something in it cannot be in a graph."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph(), which waits for the device first. What other threads do meanwhile is their affair.
+        with _without_garbage_collection():
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except RuntimeError:
+                _end_quietly(graph)
+                return None
+            except BaseException:
+                _end_quietly(graph)
+                raise
+            graph.capture_end()
+        return graph
+
+
+def _end_quietly(graph: torch.cuda.CUDAGraph) -> None:
+    with suppress(RuntimeError):  # it says once more that the capture failed
+        graph.capture_end()
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """What is collected may be of CUDA, and must not be destroyed while something is captured."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _remember(keys: "OrderedDict[Hashable, None]", key: Hashable, most: int) -> None:
+    keys[key] = None
+    keys.move_to_end(key)
+    if len(keys) > most:
+        keys.popitem(last=False)
