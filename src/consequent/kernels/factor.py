@@ -39,11 +39,12 @@ LARGEST = 1024  # features
 
 _TILE = 32  # features eliminated per step
 
-# Pivots, as fractions of the diagonal entries that they are left of. Rounding errors are up to 2⁻¹⁸, on activations of
-# transformers and on dependent features of many kinds: a pivot of FLOOR is right up to a fourth or so, and a step with
-# smaller ones might overshoot by a multiple. Raised to less than all of the entry, it would let errors, which are
-# divided by pivots, multiply from one dependent feature to the next. What is below −LOST no rounding explains.
-FLOOR = 2.0**-16
+# Pivots, as fractions of the diagonal entries that they are left of. Their rounding errors are 2⁻¹⁸ and more, on
+# activations of transformers and on dependent features of many kinds: with a lower FLOOR steps overshoot, in the
+# directions of such pivots, by more than a factor of two; a higher one costs digits where there still are some. Raised
+# to less than all of the entry, they would let errors, which are divided by pivots, multiply from one dependent feature
+# to the next. What is below −LOST no rounding explains.
+FLOOR = 2.0**-15
 LOST = 2.0**-3
 
 
