@@ -38,7 +38,7 @@ def images():
 MODELS = [perceptron, repeated, images]
 
 
-def gradients(model, monkeypatch, *, busy, change=None, bad=False, **options):
+def gradients(model, monkeypatch, *, busy, change=None, bad=False, twice=False, **options):
     """The corrected gradients of a second step, and the counters."""
     model = copy.deepcopy(model).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -48,6 +48,8 @@ def gradients(model, monkeypatch, *, busy, change=None, bad=False, **options):
         inputs = torch.randn(6, 30, generator=generator, dtype=torch.float64)
         if bad and step == 1:
             inputs[2, 3] = float("nan")
+        if twice and step == 1:
+            inputs[4] = inputs[2]
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
         if step == 0:
@@ -105,6 +107,16 @@ def test_nan_zeroes_everything_and_is_counted(monkeypatch, make):
     actual, counters = gradients(make(), monkeypatch, busy=True, bad=True)
     assert not any(gradient.any() for gradient in actual.values())
     assert counters == Counters(steps=2, skipped=1)
+
+
+def test_a_sample_that_is_there_twice_gets_more_damping_and_is_counted(monkeypatch):
+    """With λ below the rounding errors of float64; both samples want the same."""
+    model = perceptron()
+    expected, _ = gradients(model, monkeypatch, busy=False, twice=True, damping=1e-9)
+    actual, counters = gradients(model, monkeypatch, busy=True, twice=True, damping=1e-17)
+    assert counters == Counters(steps=2, rescued=3)
+    for name, gradient in expected.items():
+        assert (actual[name] - gradient).norm() < 1e-6 * gradient.norm(), name
 
 
 def test_a_matrix_that_cannot_be_factorised_is_counted(monkeypatch):

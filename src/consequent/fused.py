@@ -99,7 +99,8 @@ class FusedStep:
         """Write all gradients, or zeros into all of them if NaN or inf was met.
 
         Args:
-            counts: int64 of two elements, on the device: failed factorisations and edited gradients are added to.
+            counts: int64 of three elements, on the device, that are added to: rescued and failed factorisations, and
+                edited gradients.
 
         Returns:
             the parameters that got a new gradient, by record.

@@ -4,6 +4,10 @@
 matrices are factorised by a kernel, large ones by blocks:
 
     ``W = [[W₁₁, 0], [−W₂₂ L₂₁ W₁₁, W₂₂]]``    with ``L₂₁ = S₂₁ W₁₁ᵀ``, and ``W₂₂`` from ``S₂₂ + λI − L₂₁ L₂₁ᵀ``
+
+Features that others determine (the outputs of LayerNorm sum up to zero) leave pivots that are rounding errors, of
+either sign, once λ is small beside them. Such a matrix is not given up, it gets more damping: the kernel adds it to the
+feature in question (:mod:`consequent.kernels.factor`), the plain form, which cannot, to all of the matrix.
 """
 
 from collections.abc import Iterator
@@ -18,26 +22,41 @@ from consequent import kernels
 _MULTIPLE = 32  # blocks are cut at multiples of this, so that their rows are aligned
 _LARGEST_BLOCK = 640  # of a matrix that is cut at all: the kernel's time grows faster than that of products
 
+# Without a kernel; fractions of the diagonal entries, in units of eps.
+_LEAST_PIVOT = 128  # what is below may be a fraction of the true one, and the step too long
+_MORE_DAMPING = 2  # per feature: so large the errors are where all features are alike (of rank 1)
+
 
 @dataclass(frozen=True)
 class InverseFactor:
-    """``W`` of one or several matrices, or the news that some could not be factorised."""
+    """``W`` of one or several matrices, or the news that some could not be factorised.
+
+    ``status`` has, for each: the trace of S, λ, whether it could be factorised, and how many of its pivots were raised.
+    """
 
     inverse: Tensor  # [..., n, n], lower triangular
-    status: Tensor  # [..., 4]: the trace of S, λ, whether it could be factorised, and what only the kernel knows
+    status: Tensor  # [..., 4]
 
-    def solve(self, right: Tensor) -> tuple[Tensor, Tensor]:
-        """``(S + λI)⁻¹ right``, or ``right / (trace + λ)`` where there is no factor, and how many have none.
+    def solve(self, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``(S + λI)⁻¹ right``, or ``right / (trace + λ)`` where there is no factor.
 
         The latter is the plain gradient, shortened until it cannot overshoot, as in
         :func:`consequent.ridge.damped_solve_or_fall_back`.
 
         Args:
             right: ``[..., n, k]``.
+
+        Returns:
+            the solution, how many matrices needed more damping, and how many have no factor.
         """
         trace, level, is_good, _ = self.status[..., None, None].unbind(-3)
         solution = torch.where(is_good > 0, self.inverse.mT @ (self.inverse @ right), right / (trace + level))
-        return solution, (is_good == 0).sum()
+        return solution, self.is_rescued.sum(), (is_good == 0).sum()
+
+    @property
+    def is_rescued(self) -> Tensor:
+        """Which matrices could be factorised with more damping only."""
+        return (self.status[..., 2] > 0) & (self.status[..., 3] > 0)
 
     def of(self, place: int) -> "InverseFactor":
         """That of one matrix (or batch of them), out of several."""
@@ -64,35 +83,57 @@ def inverse_factor(matrix: Tensor, level: float | Tensor, *, largest_block: int 
     levels = level.expand(*batch, 1, 1).reshape(-1) if isinstance(level, Tensor) else torch.full_like(trace, level)
     damped = matrices.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(levels[:, None])
-    inverse, is_good = _of_block(damped, largest_block, by_kernel=by_kernel)
-    status = torch.stack([trace, levels, is_good.to(trace.dtype), torch.zeros_like(trace)], dim=-1)
+    diagonal = damped.diagonal(dim1=-2, dim2=-1)
+    inverse, is_good, raised = _of_block(damped, diagonal, largest_block, by_kernel=by_kernel)
+    status = torch.stack([trace, levels, is_good.to(trace.dtype), raised.to(trace.dtype)], dim=-1)
     return InverseFactor(inverse.view(matrix.shape), status.view(*batch, 4))
 
 
-def _of_block(damped: Tensor, largest: int, *, by_kernel: bool) -> tuple[Tensor, Tensor]:
+_Factorised = tuple[Tensor, Tensor, Tensor]  # W, whether it is one, and how many pivots were raised; for each matrix
+
+
+def _of_block(damped: Tensor, diagonal: Tensor, largest: int, *, by_kernel: bool) -> _Factorised:
+    """Of what is left of a part of the matrix; the diagonal is that of the whole damped matrix, for this part."""
     size = damped.shape[-1]
     if size <= largest:
-        return _in_one_go(damped, by_kernel=by_kernel)
+        return _part_by_kernel(damped, diagonal) if by_kernel else _by_torch(damped, diagonal)
     half = -(-size // (2 * _MULTIPLE)) * _MULTIPLE if size > _MULTIPLE else size // 2
-    upper, upper_is_good = _of_block(damped[:, :half, :half].contiguous(), largest, by_kernel=by_kernel)
+    upper, upper_is_good, upper_raised = _of_block(
+        damped[:, :half, :half].contiguous(), diagonal[:, :half], largest, by_kernel=by_kernel
+    )
     beside = damped[:, half:, :half] @ upper.mT
     rest = torch.baddbmm(damped[:, half:, half:], beside, beside.mT, alpha=-1)
-    lower, lower_is_good = _of_block(rest, largest, by_kernel=by_kernel)
+    lower, lower_is_good, lower_raised = _of_block(rest, diagonal[:, half:], largest, by_kernel=by_kernel)
     inverse = torch.zeros_like(damped)
     inverse[:, :half, :half] = upper
     inverse[:, half:, half:] = lower
     torch.baddbmm(inverse[:, half:, :half], lower, beside @ upper, beta=0, alpha=-1, out=inverse[:, half:, :half])
-    return inverse, upper_is_good & lower_is_good
+    return inverse, upper_is_good & lower_is_good, upper_raised + lower_raised
 
 
-def _in_one_go(damped: Tensor, *, by_kernel: bool) -> tuple[Tensor, Tensor]:
-    if by_kernel:
-        inverse, status = _by_kernel(damped, 0.0)
-        return inverse, status[:, 2] > 0
+def _by_torch(damped: Tensor, diagonal: Tensor) -> _Factorised:
+    """Factorised twice, the second time with more damping: which one is taken is chosen on the device."""
+    size, eps = damped.shape[-1], torch.finfo(damped.dtype).eps
+    more_damped = damped.clone()
+    more_damped.diagonal(dim1=-2, dim2=-1).add_(diagonal, alpha=_MORE_DAMPING * size * eps)
     with _capturable_solvers(damped):
         factor, info = torch.linalg.cholesky_ex(damped)
-    identity = torch.eye(damped.shape[-1], dtype=damped.dtype, device=damped.device)
-    return torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False), info == 0
+        safer, safer_info = torch.linalg.cholesky_ex(more_damped)
+    pivots = factor.diagonal(dim1=-2, dim2=-1).square()
+    is_rough = (info != 0) | (pivots < _LEAST_PIVOT * eps * diagonal).any(-1)
+    rescued = is_rough & (safer_info == 0)
+    factor = torch.where(rescued[:, None, None], safer, factor)
+    identity = torch.eye(size, dtype=damped.dtype, device=damped.device)
+    inverse = torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False)
+    is_finite = factor.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)  # to a CPU's Cholesky inf is as good as any number
+    return inverse, ((info == 0) | rescued) & is_finite, rescued * size
+
+
+def _part_by_kernel(damped: Tensor, diagonal: Tensor) -> _Factorised:
+    from consequent.kernels.factor import factor_by, plan_team
+
+    inverse, status = factor_by(plan_team(damped), damped, 0.0, diagonal=diagonal)
+    return inverse, status[:, 2] > 0, status[:, 3]
 
 
 def _by_kernel(matrices: Tensor, level: float) -> tuple[Tensor, Tensor]:

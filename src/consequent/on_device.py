@@ -1,7 +1,8 @@
 """The sample side on a device that is not waited for: every choice is made there. Layers of one batch size together.
 
-The same mathematics as in :mod:`consequent.update`, with one difference: there is no float64 solve for an edited
-gradient or a matrix that cannot be factorised. The gradient is then used as it is, shortened until it cannot overshoot.
+The same mathematics as in :mod:`consequent.update`, with one difference: there is no float64 solve. A matrix that has
+lost its digits gets more damping; an edited gradient, or one whose matrix cannot be factorised even so, is used as it
+is, shortened until it cannot overshoot.
 """
 
 from collections.abc import Callable, Iterable
@@ -48,6 +49,7 @@ def _updates_of_group(members: list[InputMatrix], damping: Damping) -> list[Upda
         coefficients.append(solution.masked_fill_(plain[place, :, None, None], 0))
     sums = torch.stack([solution.sum() for solution in coefficients])
     finite = (sums + trace.sum(-1) + found).isfinite()
+    rescued = solver.is_rescued.sum(-1)
     fallen_back = ((is_good == 0) & trace.isfinite()).sum(-1)
     return [
         Update(
@@ -57,6 +59,7 @@ def _updates_of_group(members: list[InputMatrix], damping: Damping) -> list[Upda
             coefficients=coefficients[place],
             rows=rows,
             kept=kept[place],
+            rescued=rescued[place],
             fallen_back=fallen_back[place],
             edited=edited[place].long(),
         )

@@ -99,7 +99,7 @@ class Rewriter:
                 self._watch = Watch(list(sides), self._capture.names, self._groups.learning_rate_of, divisor)
             written = {update.record: update.write(divisor, finite) for update in updates}
             if fused:
-                written |= fused.write(self._reports.on_device(fused.device)[-2:])
+                written |= fused.write(self._reports.on_device(fused.device)[-3:])
             self._reports.step_taken()
             if self._watch is not None:
                 self._watch.note_corrected()

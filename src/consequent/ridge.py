@@ -122,7 +122,7 @@ def damped_solve_or_fall_back(matrix: Tensor, right: Tensor, damping: float | Te
     well the answer is ``right / (λ + trace)``: the plain gradient, shortened until it cannot overshoot. All eigenvalues
     of ``matrix / (λ + trace)`` are below 1, so such a step moves every output toward its target and not past it, at the
     learning rates the method uses, where the unscaled plain gradient would diverge. On a GPU in full flight
-    :mod:`consequent.inverse_factor` does the same, without the retry.
+    :mod:`consequent.inverse_factor` does the same, with more damping for the retry.
 
     Args:
         matrix: ``[..., m, m]``, symmetric positive semi-definite.

@@ -26,7 +26,7 @@ class Update:
     coefficients: Tensor | None = None  # [groups, rows, out_features] of
     rows: InputMatrix | None = None  # these rows
     kept: Tensor | None = None  # [groups]: what the old gradient is multiplied by and added; None: it is dropped
-    rescued: int | Tensor = 0  # factorisations that needed float64
+    rescued: int | Tensor = 0  # factorisations that needed float64, or more damping
     fallen_back: int | Tensor = 0  # factorisations that failed: a shortened plain gradient instead
     edited: bool | Tensor = False  # the gradient in .grad is no multiple of ΔZᵀX
     foreign: bool = False  # and never was, in a layer whose class has a forward of its own
@@ -100,9 +100,9 @@ def _on_feature_side(record: Record, damping: Damping, *, may_wait: bool) -> Upd
         finite = finite & solution.sum().isfinite()
         return Update(record, "features", finite, solution.mT, rescued=rescued, fallen_back=fallen_back, edited=edited)
     factor = record.factor_for(damping) if len(columns) == record.columns else None  # otherwise of another matrix
-    solution, failures = (factor or inverse_factor(moment, level)).solve(gradient.mT)
+    solution, more_damped, failures = (factor or inverse_factor(moment, level)).solve(gradient.mT)
     finite = finite & solution.sum().isfinite()
-    return Update(record, "features", finite, solution.mT, fallen_back=failures, edited=edited)
+    return Update(record, "features", finite, solution.mT, rescued=more_damped, fallen_back=failures, edited=edited)
 
 
 def _on_sample_side(record: Record, damping: Damping) -> Update:

@@ -130,7 +130,7 @@ def write_dense(prepared: PreparedDense, counts: Tensor) -> None:
 
     Args:
         prepared: by :func:`prepare_dense`.
-        counts: int64 of two elements, which are added to: layers whose matrix could not be
+        counts: int64 of three elements, the last two of which are added to: layers whose matrix could not be
             factorised, and layers whose gradient is no multiple of ``ΔZᵀX``. Both get ``s G / (trace + λ)``.
     """
     if not prepared.layers:
@@ -555,8 +555,8 @@ def _write(
     factor = tl.load(status + 3)
     edited = tl.load(status + 4) != 0
     if (program == 0) & (is_bad == 0):
-        tl.atomic_add(counts, (ok == 0).to(tl.int64))
-        tl.atomic_add(counts + 1, edited.to(tl.int64))
+        tl.atomic_add(counts + 1, (ok == 0).to(tl.int64))
+        tl.atomic_add(counts + 2, edited.to(tl.int64))
 
     if ALIGNED:
         inputs, gradient = aligned_floats_at(tl.load(entry)), aligned_floats_at(tl.load(entry + 2))

@@ -15,6 +15,12 @@ it what is left of ``S + λI``. With ``W[j, j]`` the inverse Cholesky factor of 
 The elimination of the diagonal tiles is what everything has to wait for. One program of a team, the leader, does
 nothing else: it brings the next diagonal tile up to date and eliminates it, while the others, the workers, each update
 rows of tiles. The tiles that the next step reads come first.
+
+A pivot is what is left of a feature's diagonal entry once the features before it are accounted for. Where that is
+nothing but rounding errors, the feature is a linear combination of those before it as far as float32 can tell, and its
+pivot is replaced by the whole diagonal entry: more damping, for this feature alone. The result is the factor of
+``S + λI + E`` with a diagonal ``E ≥ 0``, and a shorter step: dynamic regularisation, as interior-point solvers have it.
+What the feature would have contributed, those that determine it contribute.
 """
 
 from dataclasses import dataclass
@@ -33,6 +39,14 @@ LARGEST = 1024  # features
 
 _TILE = 32  # features eliminated per step
 
+# Pivots, as fractions of the diagonal entries that they are left of. Their rounding errors are 2⁻¹⁸ and more, on
+# activations of transformers and on dependent features of many kinds: with a lower FLOOR steps overshoot, in the
+# directions of such pivots, by more than a factor of two; a higher one costs digits where there still are some. Raised
+# to less than all of the entry, they would let errors, which are divided by pivots, multiply from one dependent feature
+# to the next. What is below −LOST no rounding explains.
+FLOOR = 2.0**-15
+LOST = 2.0**-3
+
 
 def inverse_factor(moment: Tensor, damping: float, *, rows: int | None = None) -> tuple[Tensor, Tensor]:
     """``W = L⁻¹`` of ``moment + level·I = L Lᵀ``, as accurate as float32 allows.
@@ -50,9 +64,9 @@ def inverse_factor(moment: Tensor, damping: float, *, rows: int | None = None) -
 
         0. the trace of the moment,
         1. the level that was added to its diagonal,
-        2. 1 if every pivot was positive and finite; otherwise 0, and ``W`` may hold anything,
-        3. the smallest pivot (the square of L's diagonal) as a fraction of the largest damped diagonal entry: if it is
-           near float32's rounding, hardly a digit of ``W`` is right.
+        2. 1 if every pivot (the square of L's diagonal) is positive and finite; otherwise 0, and ``W`` may hold
+           anything,
+        3. how many pivots were rounding errors and were raised.
 
     Raises:
         ValueError: for a moment that is not square, empty, or too large.
@@ -80,11 +94,33 @@ def plan_team(moment: Tensor) -> Team:
     return Team(min(1 + workers, torch.cuda.get_device_properties(moment.device).multi_processor_count))
 
 
-def factor_by(team: Team, moment: Tensor, damping: float, *, rows: int | None = None) -> tuple[Tensor, Tensor]:
-    """:func:`inverse_factor` by teams of a size of one's own choice."""
+def factor_by(
+    team: Team,
+    moment: Tensor,
+    damping: float,
+    *,
+    rows: int | None = None,
+    diagonal: Tensor | None = None,
+    floor: float = FLOOR,
+) -> tuple[Tensor, Tensor]:
+    """:func:`inverse_factor` by teams of a size of one's own choice.
+
+    Args:
+        team: how the work is cut up.
+        moment: as there.
+        damping: as there.
+        rows: as there.
+        diagonal: ``[D]`` or ``[groups, D]``, float32: that of the whole damped matrix, where the moment is what is left
+            of a part of it; pivots are judged by it. By default the moment's own, damped.
+        floor: fraction of the diagonal below which pivots are raised.
+    """
     size = moment.shape[-1]
     moment = moment.contiguous()
     count = moment.numel() // size**2
+    if diagonal is None:
+        diagonal, steps = moment, (size * size, size + 1)
+    else:
+        steps = (diagonal.stride(0) if diagonal.ndim > 1 else 0, diagonal.stride(-1))
     tiles = -(-size // _TILE)
     inverse = torch.empty_like(moment)
     status = moment.new_empty((*moment.shape[:-2], 4))
@@ -97,10 +133,10 @@ def factor_by(team: Team, moment: Tensor, damping: float, *, rows: int | None = 
             _factorise,
             (count * team.members,),
             (
-                *(moment, inverse, status, scratch, arrivals, size, tiles, team.members),
+                *(moment, diagonal, inverse, status, scratch, arrivals, *steps, size, tiles, team.members),
                 damping if rows is None else damping / max(rows, 1),
             ),
-            (rows is not None, _TILE, team.chunk, team.members == 1, LARGEST),
+            (rows is not None, _TILE, team.chunk, team.members == 1, LARGEST, floor, LOST),
             num_warps=team.warps,
             num_stages=1,
         )
@@ -116,13 +152,16 @@ def _check_moment(moment: Tensor) -> None:
         raise ValueError(f"a moment of {moment.shape[-1]} features is too large, the limit is {LARGEST}")
 
 
-@triton.jit(do_not_specialize=["size", "tiles", "team"])
+@triton.jit(do_not_specialize=["diagonal_step", "feature_step", "size", "tiles", "team"])
 def _factorise(
     moments,
+    diagonals,
     inverses,
     statuses,
     scratch,
     arrivals,
+    diagonal_step,
+    feature_step,
     size,
     tiles,
     team,
@@ -132,6 +171,8 @@ def _factorise(
     CHUNK: tl.constexpr,
     ALONE: tl.constexpr,
     LARGEST: tl.constexpr,
+    FLOOR: tl.constexpr,
+    LOST: tl.constexpr,
 ):
     """A team of programs factorises one matrix of ``tiles × tiles`` tiles.
 
@@ -144,6 +185,7 @@ def _factorise(
     works = worker >= 0
     workers = 1 if ALONE else team - 1
     moment = moments + matrix * size * size
+    entries = diagonals + matrix * diagonal_step
     inverse = inverses + matrix * size * size
     status = statuses + matrix * 4
     width = tiles * TILE
@@ -159,9 +201,8 @@ def _factorise(
     level = trace * 0.0 + damping
     if RELATIVE:
         level = tl.where(trace > 0, damping * trace, 1.0)
-    largest = tl.max(diagonal, 0) + level
-    smallest = largest
     failures = 0
+    raised = 0
 
     if works:
         for x in range(worker, tiles, workers):
@@ -171,12 +212,16 @@ def _factorise(
     for j in range(tiles):
         if leads:
             _wait(updated, tl.maximum(j, 1) * workers, ALONE)
-            pivots_1, pivots_2 = _eliminate(state, corners, j, width, TILE)
+            first = tl.arange(0, TILE // 2) + j * TILE
+            second = first + TILE // 2
+            wholes_1 = tl.load(entries + first * feature_step, mask=first < size, other=-level) + level
+            wholes_2 = tl.load(entries + second * feature_step, mask=second < size, other=-level) + level
+            pivots_1, pivots_2, raised_here = _eliminate(
+                state, corners, j, width, wholes_1, wholes_2, TILE, FLOOR, LOST
+            )
             _arrive(eliminated, ALONE)
-            worst_1, bad_1 = _judge(pivots_1, j * TILE, size, largest)
-            worst_2, bad_2 = _judge(pivots_2, j * TILE + TILE // 2, size, largest)
-            smallest = tl.minimum(smallest, tl.minimum(worst_1, worst_2))
-            failures += bad_1 + bad_2
+            failures += _failures(pivots_1) + _failures(pivots_2)
+            raised += raised_here
         if works:
             _wait(eliminated, j + 1, ALONE)
             for x in range(worker, tiles, workers):
@@ -191,7 +236,7 @@ def _factorise(
         tl.store(status, trace)
         tl.store(status + 1, level)
         tl.store(status + 2, tl.where(failures == 0, 1.0, 0.0))
-        tl.store(status + 3, smallest / largest)
+        tl.store(status + 3, raised)
 
 
 @triton.jit
@@ -276,8 +321,18 @@ def _update_rest(state, products, x, j, width, TILE: tl.constexpr, CHUNK: tl.con
 
 
 @triton.jit
-def _eliminate(state, corners, j, width, TILE: tl.constexpr):
-    """``W[j, j]``; returns its pivots, each half's of its own.
+def _eliminate(
+    state,
+    corners,
+    j,
+    width,
+    wholes_1,
+    wholes_2,
+    TILE: tl.constexpr,
+    FLOOR: tl.constexpr,
+    LOST: tl.constexpr,
+):
+    """``W[j, j]``; returns its pivots, each half's of its own, and how many were raised.
 
     In halves, since a tile of 16 × 16 fits the registers of every warp: its elimination, of which each column has to
     wait for the one before, then needs no barriers. Triton gives each warp the whole tile because it is a product of
@@ -302,10 +357,10 @@ def _eliminate(state, corners, j, width, TILE: tl.constexpr):
     block_21 -= tl.dot(product_2, tl.trans(product_1), input_precision="tf32x3")
     block_22 -= tl.dot(product_2, tl.trans(product_2), input_precision="tf32x3")
 
-    inverse_11, pivots_1 = _invert_16(block_11)
+    inverse_11, pivots_1, raised_1 = _invert_16(block_11, wholes_1, FLOOR, LOST)
     factor_21 = tl.dot(block_21, tl.trans(inverse_11), input_precision="tf32x3")
     block_22 -= tl.dot(factor_21, tl.trans(factor_21), input_precision="tf32x3")
-    inverse_22, pivots_2 = _invert_16(block_22)
+    inverse_22, pivots_2, raised_2 = _invert_16(block_22, wholes_2, FLOOR, LOST)
     passed_on = tl.dot(factor_21, inverse_11, input_precision="tf32x3")
     inverse_21 = -tl.dot(inverse_22, passed_on, input_precision="tf32x3")
     square = _offsets(HALF, HALF, TILE)
@@ -313,20 +368,21 @@ def _eliminate(state, corners, j, width, TILE: tl.constexpr):
     tl.store(corner + HALF + square, tl.zeros((HALF, HALF), tl.float32))
     tl.store(corner + HALF * TILE + square, inverse_21)
     tl.store(corner + HALF * TILE + HALF + square, inverse_22)
-    return pivots_1, pivots_2
+    return pivots_1, pivots_2, raised_1 + raised_2
 
 
 @triton.jit
-def _judge(pivots, start, size, largest):
-    """The smallest good pivot of the matrix, and how many are not positive and finite."""
-    good = (pivots > 0) & (pivots < float("inf"))
-    real = good & (start + tl.arange(0, 16) < size)
-    return tl.min(tl.where(real, pivots, largest), 0), tl.sum(tl.where(good, 0, 1), 0)
+def _failures(pivots):
+    """How many are not positive and finite."""
+    return tl.sum(tl.where((pivots > 0) & (pivots < float("inf")), 0, 1), 0)
 
 
 @triton.jit
-def _invert_16(block):
-    """``W`` of a small block, and its pivots, by eliminating ``[block | I]``, both in one tile as in the state.
+def _invert_16(block, wholes, FLOOR: tl.constexpr, LOST: tl.constexpr):
+    """``W`` of a small block, its pivots, and how many of them were raised.
+
+    By eliminating ``[block | I]``, both in one tile as in the state. ``wholes`` are the diagonal entries that the
+    block's are what is left of; zeros beyond the matrix, so that nothing is raised there.
 
     Two columns at a time, since what takes time is to tell every thread of a warp about a row: for two rows it takes
     hardly longer than for one.
@@ -334,6 +390,7 @@ def _invert_16(block):
     within = tl.arange(0, 16)
     rows, columns = within[:, None], within[None, :]
     pivots = tl.zeros((16,), tl.float32)
+    raised = 0
     for j in range(0, 16, 2):
         column_1 = tl.sum(tl.where(columns == j, block, 0.0), 1)
         column_2 = tl.sum(tl.where(columns == j + 1, block, 0.0), 1)
@@ -342,10 +399,16 @@ def _invert_16(block):
         pivot_1 = tl.sum(tl.where(within == j, row_1, 0.0), 0)
         beside = tl.sum(tl.where(within == j + 1, row_1, 0.0), 0)
         pivot_2 = tl.sum(tl.where(within == j + 1, row_2, 0.0), 0)
+        whole_1 = tl.sum(tl.where(within == j, wholes, 0.0), 0)
+        whole_2 = tl.sum(tl.where(within == j + 1, wholes, 0.0), 0)
 
+        is_rounding_1 = (pivot_1 < FLOOR * whole_1) & (pivot_1 > -LOST * whole_1)
+        pivot_1 = tl.where(is_rounding_1, whole_1, pivot_1)
         reciprocal_1 = 1.0 / tl.where(pivot_1 > 0, pivot_1, 1.0)
         multiple = beside * reciprocal_1
         pivot_2 -= multiple * beside
+        is_rounding_2 = (pivot_2 < FLOOR * whole_2) & (pivot_2 > -LOST * whole_2)
+        pivot_2 = tl.where(is_rounding_2, whole_2, pivot_2)
         reciprocal_2 = 1.0 / tl.where(pivot_2 > 0, pivot_2, 1.0)
         row_1 = tl.where(within == j, 1.0, row_1)
         row_2 = tl.where(within == j, 0.0, row_2) - multiple * row_1
@@ -358,6 +421,7 @@ def _invert_16(block):
         remaining -= multiples_2[:, None] * tl.where(within == j + 1, 1.0, row_2)[None, :]
         block = tl.where(rows > j + 1, remaining, tl.where(rows == j + 1, row_2[None, :], block))
         pivots = tl.where(within == j, pivot_1, tl.where(within == j + 1, pivot_2, pivots))
+        raised += is_rounding_1.to(tl.int32) + is_rounding_2.to(tl.int32)
     scale = 1.0 / tl.sqrt(tl.where(pivots > 0, pivots, 1.0))
     inverse = tl.where(rows > columns, block, tl.where(rows == columns, 1.0, 0.0))
-    return inverse * scale[:, None], pivots
+    return inverse * scale[:, None], pivots, raised

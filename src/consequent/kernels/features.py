@@ -61,7 +61,7 @@ class FeatureLayer(NamedTuple):
     weight_grad: Tensor  # G: [O, D] or [O, C, *taps], contiguous or channels last
     bias_grad: Tensor | None  # [O], contiguous; the last column of G
     inverse_factor: Tensor  # W: [D, D], or [D + 1, D + 1] with a bias; contiguous, read up to its diagonal
-    status: Tensor  # float32 [4]: trace of S, λ, whether there is a factor, unused
+    status: Tensor  # float32 [4]: trace of S, λ, whether there is a factor, how many of its pivots were raised
     scale: float  # s, what the loss was divided by
 
 
@@ -108,8 +108,8 @@ def write_features(prepared: PreparedFeatures, counts: Tensor) -> None:
 
     Args:
         prepared: by :func:`prepare_features`.
-        counts: int64 of two elements, the first of which is added to: layers without a factor, which get
-            ``s G / (trace + λ)``.
+        counts: int64 of three elements, the first two of which are added to: layers whose factor has raised pivots,
+            and layers without a factor, which get ``s G / (trace + λ)``.
     """
     if not prepared.layers:
         return
@@ -268,6 +268,9 @@ def _second_product(
     product = scratch + tl.load(entry + 4)
     scale = low_float(tl.load(entry + 8))
     ok, is_bad = tl.load(status + 2) != 0, tl.load(bad) != 0
+    if (program == 0) & (is_bad == 0):
+        tl.atomic_add(counts, (ok & (tl.load(status + 3) > 0)).to(tl.int64))
+        tl.atomic_add(counts + 1, (ok == 0).to(tl.int64))
     for tile in range(program, tiles_down * tiles_across, tl.num_programs(1)):
         first = tile // tiles_down * BLOCK_F  # the tiles with most to sum up begin
         o = tile % tiles_down * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -290,7 +293,5 @@ def _second_product(
         if (ok == 0) & (is_bad == 0):
             G = tl.load(place, weight_mask, other=0.0) + tl.load(bias_place, bias_mask, other=0.0)
             U = G * (scale / (tl.load(status) + tl.load(status + 1)))
-            if tile == 0:
-                tl.atomic_add(counts, 1)
         tl.store(place, U, weight_mask)
         tl.store(bias_place, U, bias_mask)
