@@ -151,6 +151,17 @@ def test_the_precision_table_is_in_results():
         assert [float(x) for x in errors] == pytest.approx(expected, rel=0.6)  # one digit is shown
 
 
+def test_no_factorisation_failed_in_a_full_run():
+    page = " ".join((ROOT / "docs" / "speed.md").read_text().split())
+    (iterations,) = re.findall(r"No factorisation failed, nor in ([\d,]+) iterations of C-Nesterov", page)
+    (run,) = (ROOT / "results" / "paper" / "resnet20").glob("c-nesterov-*/seed0.jsonl")
+    head, *_, last = (json.loads(line) for line in run.read_text().splitlines())
+    assert head["outcome"]["outcome"] == "finished"
+    assert head["starts"][0]["device"]["type"] == "cuda"
+    assert last["counters"]["steps"] == int(iterations.replace(",", ""))
+    assert last["counters"]["fallen_back"] == last["counters"]["skipped"] == 0
+
+
 def test_the_tables_of_kernels_and_growth_are_in_results():
     page = (ROOT / "docs" / "speed.md").read_text()
     for kernel in json.loads((ROOT / "results" / "roofline-h200.json").read_text())["kernels"]:

@@ -2,9 +2,8 @@
 
 What a layer's factorisation needs, its inputs, is known when the backward pass reaches the layer; the gradient that it
 is applied to is final only at the step. In between, backpropagation through the layers before it keeps the GPU partly
-busy at best. Layers of one shape go together, as many as there is memory for: several are factorised in hardly more
-time than one. The host launches once for all of them, and from their third step on by a recording of the launches
-(:mod:`consequent.replay`).
+busy at best. Layers of one shape go together, as many as a little memory has room for: the host launches once for all
+of them, and from their third step on by a recording of the launches (:mod:`consequent.replay`).
 """
 
 from collections.abc import Hashable
@@ -23,9 +22,8 @@ from consequent.replay import GraphRecorder, Replays
 from consequent.settings import Damping
 
 MOST_TOGETHER = 8  # layers in a group
-LARGEST_RECORDED = 1024  # features: the launches of larger ones take the GPU longer than the host
-LEAST_MEMORY = 11 * 2**20  # bytes that groups may hold on to, about: their inputs, moments and factors; or, if more,
-SHARE_OF_MEMORY = 16  # a part of what is in use when the backward pass begins: one in so many
+MOST_MEMORY = 11 * 2**20  # bytes that groups hold on to, about: their inputs, moments and factors
+MOST_RECORDED = 2 * MOST_MEMORY  # of a group: more keeps the GPU busy for longer than the host
 
 
 @dataclass
@@ -45,7 +43,6 @@ class _Pass:
     """A backward pass on a device."""
 
     began: torch.cuda.Event  # when the forward pass was over
-    budget: int  # bytes
     groups: dict[Hashable, _Group] = field(default_factory=dict)  # by their kinds, the oldest first
 
     @property
@@ -82,7 +79,7 @@ class Ahead:
         running = self._passes.get(device)
         if running is None:
             began = torch.cuda.current_stream(device).record_event()
-            running = self._passes[device] = _Pass(began, _budget(device))
+            running = self._passes[device] = _Pass(began)
         kind = (_kind_of(record), inputs.shape, inputs.stride(), inputs.dtype, damping)
         group = running.groups.get(kind)
         if group is None:
@@ -93,9 +90,9 @@ class Ahead:
             group.ready = torch.cuda.current_stream(device).record_event()
         group.records.append(record)
         group.bytes += inputs.nbytes + 20 * record.columns**2
-        if len(group.records) == MOST_TOGETHER or group.bytes >= running.budget:
+        if len(group.records) == MOST_TOGETHER or group.bytes >= MOST_MEMORY:
             self._start(running.groups.pop(kind))
-        while running.bytes >= running.budget:
+        while running.bytes >= MOST_MEMORY:
             self._start(running.groups.pop(next(iter(running.groups))))
 
     def _start(self, group: _Group) -> None:
@@ -105,7 +102,7 @@ class Ahead:
         size = records[0].columns
         factorises = self.factorises and all(record.usual_uses == 1 for record in records)
         summing, factorising = _side_streams(device)
-        if torch.cuda.is_current_stream_capturing() or size > LARGEST_RECORDED:
+        if torch.cuda.is_current_stream_capturing() or group.bytes >= MOST_RECORDED:
             summing.wait_event(group.ready)
             with torch.cuda.stream(summing):
                 results = _reduced(group, inputs, factorises, factorising)
@@ -176,12 +173,6 @@ def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.S
     launches might each have half of the device. So recordings, which have both, are replayed on the second.
     """
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-
-def _budget(device: torch.device) -> int:
-    """How many bytes groups may hold on to. A power of two: the groups should not change for every byte."""
-    used: int = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"]
-    return max(LEAST_MEMORY, 1 << (used // SHARE_OF_MEMORY).bit_length() >> 1)
 
 
 def _kind_of(record: Record) -> Hashable:
