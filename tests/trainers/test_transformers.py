@@ -123,6 +123,41 @@ def test_a_resumed_training_gives_the_same_weights(how, tmp_path):
     plain.check_equal(resumed, expected)
 
 
+def test_counters_go_on_where_a_checkpoint_left_them(tmp_path):
+    def train(folder, resume=None, **options):
+        callback = ConsequentialismCallback(damping=0.3, exclude=exclude)
+        options = {"epochs": 2, "save_strategy": "steps", "save_steps": 3, **options}
+        training = trainer(Model(), [callback], 4, folder, **options)
+        training.train(resume)
+        (callback,) = (one for one in training.callback_handler.callbacks if isinstance(one, ConsequentialismCallback))
+        return callback.correction
+
+    exclude = ["model.0"]
+    whole = train(tmp_path / "whole")
+    assert whole.counters.steps == 8
+    checkpoint = str(tmp_path / "whole" / "checkpoint-3")
+    for options in ({}, {"restore_callback_states_from_checkpoint": True}):
+        resumed = train(tmp_path / "again", resume=checkpoint, **options)
+        assert resumed.counters == whole.counters
+        assert (resumed.damping, list(resumed.corrected)) == (whole.damping, list(whole.corrected))
+    exclude = [nn.Conv2d]  # which is not for JSON
+    train(tmp_path / "other")
+    with pytest.raises(ValueError, match="cannot hold its exclude; leave it out: the counters are restored anyway"):
+        train(
+            tmp_path / "replaced",
+            resume=str(tmp_path / "other" / "checkpoint-3"),
+            restore_callback_states_from_checkpoint=True,
+        )
+
+
+def test_a_second_training_counts_from_zero(tmp_path):
+    callback = ConsequentialismCallback(damping=plain.DAMPING)
+    training = trainer(Model(), [callback], 4, tmp_path)
+    for _ in range(2):
+        training.train()
+        assert callback.correction.counters.steps == 4
+
+
 class MeanOfItsOwn(Model):
     """Like BertForSequenceClassification: takes any argument, and divides its loss by the micro-batch nevertheless."""
 

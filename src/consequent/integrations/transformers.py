@@ -1,11 +1,13 @@
 """Hugging Face: ``Trainer(…, callbacks=[ConsequentialismCallback(damping=0.01)])``."""
 
+from dataclasses import asdict
 from typing import Any, Unpack
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from consequent.correction import Consequentialism, attach
 from consequent.settings import Options
@@ -13,8 +15,14 @@ from consequent.settings import Options
 __all__ = ["ConsequentialismCallback"]
 
 
-class ConsequentialismCallback(TrainerCallback):
+LOST = "options_that_a_checkpoint_cannot_hold"
+
+
+class ConsequentialismCallback(TrainerCallback, ExportableState):
     """Makes the optimiser of a ``transformers.Trainer`` consequentialist while ``Trainer.train`` runs.
+
+    Its counters are saved in the Trainer's checkpoints, and go on from there when a training is resumed; its settings
+    are those of the script that resumes it.
 
     The Trainer tells a model what to divide its loss by (``num_items_in_batch``: the samples or tokens of all
     accumulated micro-batches), and with ``loss_reduction="mean"`` the correction takes the same number. (It is on the
@@ -38,6 +46,12 @@ class ConsequentialismCallback(TrainerCallback):
     """
 
     def __init__(self, damping: float = 0.01, **options: Unpack[Options]) -> None:
+        lost: Any = options.get(LOST)
+        if lost is not None:
+            raise ValueError(
+                "restore_callback_states_from_checkpoint=True makes the callback anew from the checkpoint, which "
+                f"cannot hold its {', '.join(lost)}; leave it out: the counters are restored anyway"
+            )
         self.damping = damping
         self.options = options
         self.correction: Consequentialism | None = None
@@ -53,11 +67,23 @@ class ConsequentialismCallback(TrainerCallback):
         if options.get("loss_reduction", "mean") == "mean":
             options = {**options, "loss_reduction": self._divisor}
         self.correction = attach(optimizer, model, self.damping, **options)
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        counters = saved["attributes"]["counters"] if isinstance(saved, dict) else None  # a list if there are two of us
+        if state.global_step > 0 and counters is not None:
+            self.correction.load_state_dict({**self.correction.state_dict(), "counters": counters})
         self._hook = model.register_forward_pre_hook(self._note_items, with_kwargs=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Training is over."""
         self._detach()
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer saves in a checkpoint."""
+        counters = None if self.correction is None else asdict(self.correction.counters)
+        kept = {name: value for name, value in self.options.items() if _is_plain(value)}
+        lost = sorted(self.options.keys() - kept.keys())
+        arguments = {"damping": self.damping, **kept, **({LOST: lost} if lost else {})}
+        return {"args": arguments, "attributes": {"counters": counters}}
 
     def _note_items(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._items = kwargs.get("num_items_in_batch")
@@ -70,3 +96,10 @@ class ConsequentialismCallback(TrainerCallback):
             self.correction.detach()
         if self._hook is not None:
             self._hook.remove()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can hold it."""
+    if isinstance(value, list | tuple):
+        return all(_is_plain(one) for one in value)
+    return value is None or isinstance(value, bool | int | float | str)
