@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -77,7 +78,8 @@ class Crew:
 
     def _ask(self, function, args, timeout):
         for pipe in self._pipes:
-            pipe.send((function, args))
+            with suppress(BrokenPipeError):  # a rank that has died: there is no answer either, and that is what is told
+                pipe.send((function, args))
         return self._answers(timeout)
 
     def _answers(self, timeout):
@@ -87,7 +89,7 @@ class Crew:
             for pipe in wait(waiting, timeout=max(0.0, end - time.monotonic())):
                 try:
                     answers[waiting[pipe]] = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     answers[waiting[pipe]] = True, "the process ended"
             if time.monotonic() >= end and len(answers) < self.size:
                 self.stop()
