@@ -102,7 +102,7 @@ class Ahead:
         size = records[0].columns
         factorises = self.factorises and all(record.usual_uses == 1 for record in records)
         summing, factorising = _side_streams(device)
-        if torch.cuda.is_current_stream_capturing() or group.bytes >= MOST_RECORDED:
+        if torch.cuda.is_current_stream_capturing() or not _is_worth_recording(group, inputs[0].dtype):
             summing.wait_event(group.ready)
             with torch.cuda.stream(summing):
                 results = _reduced(group, inputs, factorises, factorising)
@@ -173,6 +173,11 @@ def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.S
     launches might each have half of the device. So recordings, which have both, are replayed on the second.
     """
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
+def _is_worth_recording(group: _Group, dtype: torch.dtype) -> bool:
+    """Whether it is small, and done by kernels: cuSOLVER, which float64 is left to, may not be in a graph."""
+    return group.bytes < MOST_RECORDED and dtype != torch.float64
 
 
 def _kind_of(record: Record) -> Hashable:
