@@ -38,25 +38,25 @@ def backward(model, inputs, labels):
     nn.functional.cross_entropy(model(inputs.cuda()), labels.cuda()).backward()
 
 
+def take_step(model, optimizer, inputs, labels):
+    optimizer.zero_grad()
+    backward(model, inputs, labels)
+    optimizer.step()
+
+
 def plainly(model, optimizer):
-    for inputs, labels in batches():
-        optimizer.zero_grad()
-        backward(model, inputs, labels)
-        optimizer.step()
+    for batch in batches():
+        take_step(model, optimizer, *batch)
 
 
 def with_batches_of_two_sizes(model, optimizer):
-    for inputs, labels in batches(sizes=(16, 16, 20)):
-        optimizer.zero_grad()
-        backward(model, inputs, labels)
-        optimizer.step()
+    for batch in batches(sizes=(16, 16, 20)):
+        take_step(model, optimizer, *batch)
 
 
 def with_evaluations(model, optimizer):
-    for inputs, labels in batches():
-        optimizer.zero_grad()
-        backward(model, inputs, labels)
-        optimizer.step()
+    for batch in batches():
+        take_step(model, optimizer, *batch)
         with torch.no_grad():
             model(torch.randn(37, 3, 12, 12, device="cuda"))
 
@@ -74,11 +74,9 @@ def with_steps_in_parts(model, optimizer):
 
 
 def with_other_damping(model, optimizer):
-    for step, (inputs, labels) in enumerate(batches()):
+    for step, batch in enumerate(batches()):
         optimizer.correction.damping = 0.1 if step % 4 < 2 else 1.0
-        optimizer.zero_grad()
-        backward(model, inputs, labels)
-        optimizer.step()
+        take_step(model, optimizer, *batch)
 
 
 def with_autocast(model, optimizer):

@@ -58,10 +58,6 @@ class InverseFactor:
         """Which matrices could be factorised with more damping only."""
         return (self.status[..., 2] > 0) & (self.status[..., 3] > 0)
 
-    def of(self, place: int) -> "InverseFactor":
-        """That of one matrix (or batch of them), out of several."""
-        return InverseFactor(self.inverse[place], self.status[place])
-
 
 def inverse_factor(matrix: Tensor, level: float | Tensor, *, largest_block: int | None = None) -> InverseFactor:
     """The inverse Cholesky factor of ``matrix + λI``. Never waits for the device, and may be in a CUDA graph.

@@ -6,6 +6,7 @@ lies where it lay then, which the memory allocator sees to more often than not, 
 """
 
 import gc
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from consequent.errors import ConsequentWarning
 
 MOST_RECORDINGS = 6  # of one piece of work: memory comes in patterns that alternate
 MOST_KEYS = 64  # remembered, of work that was not recorded
@@ -34,8 +37,8 @@ class Recording(Protocol):
 class Recorder(Protocol):
     """Makes recordings."""
 
-    def record(self, work: Callable[[], object]) -> Recording | None:
-        """Records what work launches, which does not happen yet. None if it cannot be recorded."""
+    def record(self, work: Callable[[], object]) -> Recording:
+        """Records what work launches, which does not happen yet. RuntimeError if it cannot be recorded."""
 
 
 @dataclass
@@ -103,8 +106,14 @@ class Replays:
     def _record(self, known: _Piece, key: Hashable, work: Work, results: tuple[Tensor, ...]) -> None:
         # The results must not lie in memory that recordings share: another one's replay would overwrite them.
         known.results = known.results or results
-        recording = self._recorder.record(lambda: torch._foreach_copy_(known.results, work()))
-        if recording is None:
+        try:
+            recording = self._recorder.record(lambda: torch._foreach_copy_(known.results, work()))
+        except RuntimeError as error:
+            warnings.warn(
+                f"launches cannot be recorded ({error}); steps go on as before, and take the host longer",
+                ConsequentWarning,
+                stacklevel=2,
+            )
             self._works = False
             self._pieces.clear()
             return
@@ -121,8 +130,8 @@ class GraphRecorder:
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def record(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
-        """A graph of what work launches on the current stream; None if something in it cannot be in a graph."""
+    def record(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """A graph of what work launches on the current stream; RuntimeError if something in it cannot be in a graph."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -131,19 +140,12 @@ class GraphRecorder:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
-            except RuntimeError:
-                _end_quietly(graph)
-                return None
             except BaseException:
-                _end_quietly(graph)
+                with suppress(RuntimeError):  # it says once more that the capture failed
+                    graph.capture_end()
                 raise
             graph.capture_end()
         return graph
-
-
-def _end_quietly(graph: torch.cuda.CUDAGraph) -> None:
-    with suppress(RuntimeError):  # it says once more that the capture failed
-        graph.capture_end()
 
 
 @contextmanager
