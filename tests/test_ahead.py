@@ -31,6 +31,7 @@ def record(name, features=4, rows=1):
 
 
 def add_all(records, budget, monkeypatch):
+    monkeypatch.setattr(ahead, "LEAST_MEMORY", budget)
     monkeypatch.setattr(ahead, "MOST_MEMORY", budget)
     waiting = Ahead()
     for each in records:
@@ -74,3 +75,28 @@ def test_what_is_forgotten_never_starts(started, monkeypatch):
     waiting.forget()
     waiting.join()
     assert started == []
+
+
+@pytest.mark.parametrize(
+    ("given", "in_graph", "room"),
+    [(0, False, 11), (1280, False, 20), (160, True, 40), (10_000, False, 64), (10_000, True, 64)],
+)
+def test_groups_may_have_a_share_of_what_a_pass_is_given(given, in_graph, room, monkeypatch):
+    monkeypatch.setattr(ahead, "graph_is_being_captured", lambda: in_graph)
+    assert ahead._room(given * MEBIBYTE) == room * MEBIBYTE
+
+
+def test_groups_are_larger_once_the_first_pass_has_shown_what_there_is(started, monkeypatch):
+    records = [record(str(place), rows=2**16) for place in range(32)]  # a mebibyte each
+    waiting = Ahead()
+    monkeypatch.setattr(ahead, "LEAST_MEMORY", 2 * MEBIBYTE)
+    monkeypatch.setattr(ahead, "SHARE", 8)
+    for each in records:
+        waiting.add(each, Damping(0.1))
+    waiting.join()
+    assert {len(group) for group in started} == {2}
+    started.clear()
+    for each in records:
+        waiting.add(each, Damping(0.1))
+    waiting.join()
+    assert {len(group) for group in started} == {4}

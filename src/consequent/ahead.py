@@ -6,14 +6,17 @@ busy at best. Layers of one shape go together, as many as a little memory has ro
 of them, and from their third step on by a recording of the launches (:mod:`consequent.replay`).
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from consequent import kernels, layers
+from consequent.autograd import graph_is_being_captured
 from consequent.inverse_factor import InverseFactor, inverse_factor
 from consequent.moments import second_moments
 from consequent.precision import in_full_precision
@@ -22,8 +25,14 @@ from consequent.replay import GraphRecorder, Replays
 from consequent.settings import Damping
 
 MOST_TOGETHER = 8  # layers in a group
-MOST_MEMORY = 11 * 2**20  # bytes that groups hold on to, about: their inputs, moments and factors
-MOST_RECORDED = 2 * MOST_MEMORY  # of a group: more keeps the GPU busy for longer than the host
+
+# Bytes that groups hold on to, about: their inputs, moments and factors. Large groups cost the host less, and memory
+# more; so they may have a share of what a pass is given in all, within limits. In a CUDA graph, where nothing is
+# launched late, a larger one leaves the backward pass more of the device.
+LEAST_MEMORY, MOST_MEMORY = 11 * 2**20, 64 * 2**20
+SHARE, SHARE_IN_GRAPH = 64, 4
+
+MOST_RECORDED = 512 * 2**20  # of a group: more keeps the GPU busy for longer than the host
 
 
 @dataclass
@@ -43,6 +52,8 @@ class _Pass:
     """A backward pass on a device."""
 
     began: torch.cuda.Event  # when the forward pass was over
+    room: int  # bytes that groups may hold on to
+    given: int = 0  # bytes that it took for all that was added
     groups: dict[Hashable, _Group] = field(default_factory=dict)  # by their kinds, the oldest first
 
     @property
@@ -56,6 +67,7 @@ class Ahead:
     def __init__(self) -> None:
         self.factorises = True  # not where the moments of other ranks are still to be added
         self._passes: dict[torch.device, _Pass] = {}
+        self._given: dict[torch.device, int] = {}  # what the last pass was given
         self._replays: dict[torch.device, Replays] = {}
 
     def takes(self, record: Record) -> bool:
@@ -78,8 +90,8 @@ class Ahead:
         device = inputs.device
         running = self._passes.get(device)
         if running is None:
-            began = torch.cuda.current_stream(device).record_event()
-            running = self._passes[device] = _Pass(began)
+            began = torch.cuda.current_stream(device.index).record_event()
+            running = self._passes[device] = _Pass(began, _room(self._given.get(device, 0)))
         kind = (_kind_of(record), inputs.shape, inputs.stride(), inputs.dtype, damping)
         group = running.groups.get(kind)
         if group is None:
@@ -87,12 +99,14 @@ class Ahead:
         # The inputs wait since the forward pass, unless they were recomputed or brought back now. So a CUDA graph, in
         # which the host's order means nothing, can do all of this in the shadow of the whole backward pass.
         if not use.inputs_stayed:
-            group.ready = torch.cuda.current_stream(device).record_event()
+            group.ready = torch.cuda.current_stream(device.index).record_event()
+        needed = inputs.nbytes + 20 * record.columns**2
         group.records.append(record)
-        group.bytes += inputs.nbytes + 20 * record.columns**2
-        if len(group.records) == MOST_TOGETHER or group.bytes >= MOST_MEMORY:
+        group.bytes += needed
+        running.given += needed
+        if len(group.records) == MOST_TOGETHER or group.bytes >= running.room:
             self._start(running.groups.pop(kind))
-        while running.bytes >= MOST_MEMORY:
+        while running.bytes >= running.room:
             self._start(running.groups.pop(next(iter(running.groups))))
 
     def _start(self, group: _Group) -> None:
@@ -102,14 +116,14 @@ class Ahead:
         size = records[0].columns
         factorises = self.factorises and all(record.usual_uses == 1 for record in records)
         summing, factorising = _side_streams(device)
-        if torch.cuda.is_current_stream_capturing() or not _is_worth_recording(group, inputs[0].dtype):
+        if graph_is_being_captured() or not _is_worth_recording(group, inputs[0].dtype):
             summing.wait_event(group.ready)
-            with torch.cuda.stream(summing):
+            with _switched_to(summing):
                 results = _reduced(group, inputs, factorises, factorising)
             last = summing
         else:
             factorising.wait_event(group.ready)
-            with torch.cuda.stream(factorising):
+            with _switched_to(factorising):
                 piece = (*records, size, inputs[0].dtype, factorises)
                 key = (*[tensor.data_ptr() for tensor in inputs], group.kind, factorises)
                 replays = self._replays.setdefault(device, Replays(GraphRecorder()))
@@ -125,7 +139,8 @@ class Ahead:
         for device, running in self._passes.items():
             for group in running.groups.values():
                 self._start(group)
-            current = torch.cuda.current_stream(device)
+            self._given[device] = running.given
+            current = torch.cuda.current_stream(device.index)
             for stream in _side_streams(device):
                 current.wait_stream(stream)
             if device in self._replays:
@@ -159,10 +174,33 @@ def _reduced(
     else:
         factorising.wait_stream(torch.cuda.current_stream())
         moments.record_stream(factorising)
-        with torch.cuda.stream(factorising):
+        with _switched_to(factorising):
             factors = inverse_factor(moments, level)
     parts = zip(moments.unbind(), factors.inverse.unbind(), factors.status.unbind(), strict=True)
     return tuple([tensor for part in parts for tensor in part])
+
+
+def _room(given: int) -> int:
+    """Bytes that groups may hold on to in a pass that is given so many in all."""
+    share = SHARE_IN_GRAPH if graph_is_being_captured() else SHARE
+    return min(max(given // share, LEAST_MEMORY), MOST_MEMORY)
+
+
+def _switched_to(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+    """``torch.cuda.stream``, in a fraction of its time where the stream is of the current device."""
+    if stream.device_index != torch.cuda.current_device():
+        return torch.cuda.stream(stream)
+    return _switched_on_device(stream)
+
+
+@contextmanager
+def _switched_on_device(stream: torch.cuda.Stream) -> Iterator[None]:
+    before = torch.cuda.current_stream(stream.device_index)
+    torch.cuda.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(before)
 
 
 @lru_cache
@@ -176,7 +214,7 @@ def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.S
 
 
 def _is_worth_recording(group: _Group, dtype: torch.dtype) -> bool:
-    """Whether it is small, and done by kernels: cuSOLVER, which float64 is left to, may not be in a graph."""
+    """Whether the host is what it waits for; and not cuSOLVER, which float64 is left to and may not be in a graph."""
     return group.bytes < MOST_RECORDED and dtype != torch.float64
 
 

@@ -71,22 +71,33 @@ def transforms_are_active() -> bool:
 class Kept:
     """A tensor put by for the backward pass, as autograd puts its own by.
 
-    A plain reference would hold the tensor in spite of activation checkpointing or ``save_on_cpu``. Saved through
-    autograd, it is recomputed or brought back like every other activation, and it is an error, not a wrong number, if
-    it was overwritten in between.
+    A plain reference would hold the tensor in spite of activation checkpointing or ``save_on_cpu``. Where there is
+    something of the kind, it is saved through autograd, and recomputed or brought back like every other activation. In
+    any case it is an error, not a wrong number, if it was overwritten in between.
 
     Attributes:
         stays: whether it is the forward pass's own tensor that comes back, neither a recomputed nor a restored one.
     """
 
     def __init__(self, tensor: Tensor) -> None:
+        tensor = tensor.detach()
         self.stays = backward_pass_id() == -1 and not _saved_tensors_are_hooked()
-        # A product with nothing: it costs no work, and its backward node has to save the tensor.
-        self._anchor = _nothing(tensor.ndim, tensor.dtype, tensor.device) * tensor.detach()
+        if self.stays:
+            self._saved, self._version = tensor, tensor._version
+        else:
+            # A product with nothing: it costs no work, and its backward node has to save the tensor.
+            self._saved = _nothing(tensor.ndim, tensor.dtype, tensor.device) * tensor
 
     def get(self) -> Tensor:
         """The tensor; once per backward pass."""
-        tensor = self._anchor.grad_fn._saved_other  # type: ignore[union-attr]
+        if self.stays:
+            if self._saved._version != self._version:
+                raise RuntimeError(
+                    f"the inputs of a layer, of shape {list(self._saved.shape)}, have been modified by an inplace "
+                    "operation since the layer was called; change a clone of them instead"
+                )
+            return self._saved
+        tensor = self._saved.grad_fn._saved_other  # type: ignore[union-attr]
         assert isinstance(tensor, Tensor)
         return tensor
 

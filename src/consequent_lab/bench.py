@@ -142,8 +142,9 @@ class Bench:
 
         if self.quick:
             return Plan(self.repeats or 5, seconds=1, sample_seconds=0.005)
-        rounds = self.repeats or (50 if device == "cuda" else 15)
-        return Plan(rounds, seconds=12 if device == "cuda" else 40)
+        if device == "cuda":
+            return Plan(self.repeats or 50, seconds=12, warm_up=20)  # steps in which the correction records launches
+        return Plan(self.repeats or 15, seconds=40)
 
     def _chosen(self, measurements: "dict[str, T]") -> "list[T]":
         """Returns the measurements that --only names."""

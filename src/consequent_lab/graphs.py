@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 # PyTorch asks for at least 3 eager steps; the correction looks at its layers in the first ones.
 WARM_UP_STEPS = 5
 
+# Of the step's own kernels, higher than that of the correction's side streams, which are to take what is left over.
+PRIORITY = -1
+
 
 class GraphedStep:
     """A training step that is replayed: call it with a batch, get the loss.
@@ -61,7 +64,7 @@ class GraphedStep:
         before.wait_stream(aside)
         self._graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(self._graph):
+            with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(priority=PRIORITY)):
                 self._loss = step()
         finally:
             torch.cuda.set_stream(before)  # a capture that fails leaves its own stream behind
