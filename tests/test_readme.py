@@ -13,6 +13,7 @@ import consequent
 from consequent_lab.faults.soak import Soak
 from consequent_lab.faults.trial import Trial
 from consequent_lab.faults_command import table
+from consequent_lab.paper import resnet20
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -151,15 +152,20 @@ def test_the_precision_table_is_in_results():
         assert [float(x) for x in errors] == pytest.approx(expected, rel=0.6)  # one digit is shown
 
 
-def test_no_factorisation_failed_in_a_full_run():
+def test_no_factorisation_failed_in_full_runs():
     page = " ".join((ROOT / "docs" / "speed.md").read_text().split())
-    (iterations,) = re.findall(r"No factorisation failed, nor in ([\d,]+) iterations of C-Nesterov", page)
-    (run,) = (ROOT / "results" / "paper" / "resnet20").glob("c-nesterov-*/seed0.jsonl")
-    head, *_, last = (json.loads(line) for line in run.read_text().splitlines())
-    assert head["outcome"]["outcome"] == "finished"
-    assert head["starts"][0]["device"]["type"] == "cuda"
-    assert last["counters"]["steps"] == int(iterations.replace(",", ""))
-    assert last["counters"]["fallen_back"] == last["counters"]["skipped"] == 0
+    pattern = r"on a GPU, (\w+) of C-SGD over ([\d,]+) iterations and (\w+) of C-Nesterov over ([\d,]+);"
+    ((few, long, some, short),) = re.findall(pattern, page)
+    numbers = {"two": 2, "three": 3}
+    for variant, count, iterations in (("c-sgd", few, long), ("c-nesterov", some, short)):
+        finished = []
+        for run in (ROOT / "results" / "paper" / "resnet20").glob(f"{variant}-lr*/seed*.jsonl"):
+            head, *_, last = (json.loads(line) for line in run.read_text().splitlines())
+            assert {start["device"]["type"] for start in head["starts"]} == {"cuda"}
+            assert last["counters"]["rescued"] == last["counters"]["fallen_back"] == last["counters"]["skipped"] == 0
+            if head["outcome"]["outcome"] == "finished":
+                finished.append(last["counters"]["steps"])
+        assert finished == [int(iterations.replace(",", ""))] * numbers[count]
 
 
 def test_the_tables_of_kernels_and_growth_are_in_results():
@@ -185,3 +191,41 @@ def test_the_table_of_faults_is_in_results():
     assert "\n".join(table(trials, soaked)) in (ROOT / "docs" / "reliability.md").read_text()
     assert sum(trial.tried for trial in trials if trial.fault.startswith("kill")) >= 100
     assert soaked.steps >= 200_000
+
+
+@pytest.fixture(scope="module")
+def resnet20_finding():
+    return resnet20.finding(ROOT / "results" / "paper")
+
+
+def test_the_runs_of_resnet20_are_those_in_results(resnet20_finding):
+    table = resnet20_finding.tables[0]
+    wanted = ["contestant", "seeds", "iteration of 99.99 % over an epoch"]
+    wanted += ["loss over the last epoch", "test accuracy at the end"]
+    expected = [
+        [re.sub(r"; \d seeds\)", ")", f"{value:.0f}" if isinstance(value, float) else str(value)) for value in cells]
+        for row in table.rows
+        if (cells := [dict(zip(table.columns, row, strict=True))[name] for name in wanted])[1] > 1
+    ]
+    section = README.split("| ResNet-20, CIFAR-10 |")[1].split("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines()[2:]]
+    assert rows == expected
+
+
+def test_what_is_said_of_resnet20_is_what_was_found(resnet20_finding):
+    text = " ".join(README.split())
+    found = {statement.paper: statement for statement in resnet20_finding.statements}
+
+    def measured(words):
+        (statement,) = (statement for paper, statement in found.items() if words in paper)
+        return statement
+
+    for words in ("C-SGD forgets no sample", "C-Nesterov forgets no sample", "SGD with BatchNorm sometimes forgot"):
+        assert measured(words).verdict == "holds"
+    for words in ("C-SGD reaches 100 %", "C-Nesterov reaches 100 %"):
+        iterations = re.search(r"an epoch: \S+ \(([\d,]+)–([\d,]+); 3 seeds\)", measured(words).measured).groups()
+        assert all(6000 < int(iteration.replace(",", "")) < 7000 for iteration in iterations)
+    (said,) = re.findall(r"crosses C-SGD's loss at about ([\d,]+) \(the paper: 25,000\)", text)
+    crossing = re.search(r"stays below it: ([\d,]+) ", measured("finally crossed its loss").measured).group(1)
+    assert round(int(crossing.replace(",", "")), -3) == int(said.replace(",", ""))
+    assert measured("SGD does better than other optimisers").verdict == "does not hold"

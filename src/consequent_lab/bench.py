@@ -143,7 +143,8 @@ class Bench:
         if self.quick:
             return Plan(self.repeats or 5, seconds=1, sample_seconds=0.005)
         if device == "cuda":
-            return Plan(self.repeats or 50, seconds=12, warm_up=20)  # steps in which the correction records launches
+            # Recorded launches are for steps that follow each other: many of them before the first, and in a sample.
+            return Plan(self.repeats or 50, seconds=15, sample_seconds=0.1, warm_up=20)
         return Plan(self.repeats or 15, seconds=40)
 
     def _chosen(self, measurements: "dict[str, T]") -> "list[T]":

@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from consequent.kernels.launch import launch
+from consequent.kernels.sharing import is_shared
 from consequent.kernels.table import device_guard
 
 __all__ = ["LARGEST", "inverse_factor"]
@@ -86,9 +87,13 @@ class Team:
 
 
 def plan_team(moment: Tensor) -> Team:
-    """A leader, and workers enough not to keep it waiting, if the device can run that many at once."""
+    """A leader, and workers enough not to keep it waiting, if the device can run that many at once.
+
+    One program alone in Triton's interpreter, which runs one after the other; and on a GPU that other processes share,
+    where nothing keeps a team together: with five of them training under MPS, members waited for each other for ever.
+    """
     tiles = -(-moment.shape[-1] // _TILE)
-    if tiles == 1 or moment.device.type != "cuda":  # the latter is Triton's interpreter: one program after the other
+    if tiles == 1 or moment.device.type != "cuda" or is_shared(moment.get_device()):
         return Team(1)
     workers = -(-tiles // 2)  # with as many as tiles it is a fifth faster, and more in the way of everything else
     return Team(min(1 + workers, torch.cuda.get_device_properties(moment.device).multi_processor_count))

@@ -33,7 +33,13 @@ class Entry:
         return self.contestant.label
 
     def curves(self, reading: str, by: str = "iteration") -> list[Curve]:
-        """Returns a reading of every run, by iterations or by seconds; runs without it are left out."""
+        """Returns a reading of every run, by iterations or by seconds; runs without it are left out.
+
+        By seconds there are none unless the contestant was timed: the runs' own depend on what ran beside them, which
+        is good enough for a figure that says so, and not for a verdict.
+        """
+        if by == "seconds" and self.seconds_per_iteration is None:
+            return []
         curves = [run.curve(reading) if by == "iteration" else self._by_seconds(run, reading) for run in self.runs]
         return [curve for curve in curves if len(curve) > 1]
 
