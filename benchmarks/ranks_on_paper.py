@@ -1,21 +1,21 @@
 """What several ranks cost, on paper: bytes, operations and time of a step for ResNet-50 and a 7B transformer.
 
 Bytes are those of the library's own cost model (`consequent.traffic`), which the tests compare with what really goes
-through sockets. Times follow from the assumptions below; nothing here was measured on so many GPUs.
+through sockets; who factorises what is the library's own choice (`consequent.owners`). Times follow from the
+assumptions there and below; nothing here was measured on so many GPUs.
 
     python benchmarks/ranks_on_paper.py
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from consequent.owners import ON_GPUS, Division, Matrix, Rates, divided
 from consequent.traffic import bytes_to_gather, bytes_to_sum, packed_length
 
 GPUS = (8, 64, 256, 1024)
 PER_NODE = 8
 WITHIN_NODE = 300e9  # bytes per second that a GPU sends over NVLink
-BETWEEN_NODES = 45e9  # over its 400 Gbit/s network card
 PRODUCTS = 400e12  # operations per second in half precision, TF32 at half of that
-FACTORS = 25e12  # in float32 factorisations of large matrices
 
 
 @dataclass(frozen=True)
@@ -68,21 +68,31 @@ class Cost:
     chosen: dict[str, int]  # how many layers gather their inputs, or rows
     sent: float = 0.0  # bytes
     if_summed: float = 0.0  # bytes, if all moments were
+    gathered: float = 0.0  # bytes of inputs and rows
     products: float = 0.0  # operations for moments and for the corrected gradient
-    repeated: float = 0.0  # operations for all factorisations
-    factors: float = 0.0  # bytes, to give all ranks the factors that each of them made a share of
+    unshared: float = 0.0  # operations for the factorisations of what is gathered, which every rank makes
+    moments: list[Matrix] = field(default_factory=list)  # that are summed
     plain: float = 0.0  # operations of the forward and backward pass
+
+    def division(self, gpus: int) -> Division:
+        """Who factorises the moments."""
+        return divided(tuple(self.moments), gpus, rates(gpus))
 
     def seconds(self, gpus: int) -> dict[str, float]:
         """Time for each part, none of them hidden behind another."""
-        speed = WITHIN_NODE if gpus <= PER_NODE else BETWEEN_NODES
+        anyway = self.unshared / rates(gpus).factorising + self.gathered / rates(gpus).sending
+        division = self.division(gpus)
         return {
             "plain": self.plain / PRODUCTS,
-            "sent": self.sent / speed,
             "products": self.products / (PRODUCTS / 2),
-            "repeated": self.repeated / FACTORS,
-            "shared": self.repeated / gpus / FACTORS + self.factors / speed,
+            "repeated": anyway + division.repeated,
+            "shared": anyway + min(division.shared, division.repeated),
         }
+
+
+def rates(gpus: int) -> Rates:
+    """The library's assumptions, and a faster network inside of a node."""
+    return ON_GPUS._replace(sending=WITHIN_NODE) if gpus <= PER_NODE else ON_GPUS
 
 
 def cost(layers: list[Layer], gpus: int) -> Cost:
@@ -96,16 +106,20 @@ def cost(layers: list[Layer], gpus: int) -> Cost:
         if rows < n:
             sent = inputs + bytes_to_gather(2 * rows * layer.outputs, gpus)
             total.chosen["rows"] += layer.count
+            total.gathered += layer.count * sent
             total.products += layer.count * (rows**2 * n + 2 * rows * n * layer.outputs)
-            total.repeated += layer.count * rows**3
+            total.unshared += layer.count * rows**3
         else:
             sent = min(moment, inputs)
             total.chosen["moment" if moment <= inputs else "inputs"] += layer.count
+            if inputs < moment:
+                total.gathered += layer.count * inputs
+                total.unshared += layer.count * n**3
+            else:
+                total.moments += layer.count * [Matrix(1, n, 4 * packed_length(n))]
             total.products += layer.count * (
                 (rows if inputs < moment else layer.rows) * n**2 + 4 * n**2 * layer.outputs
             )
-            total.repeated += layer.count * n**3
-            total.factors += layer.count * bytes_to_gather(4 * packed_length(n), gpus)
         total.sent += layer.count * sent
         total.if_summed += layer.count * moment
     return total
@@ -119,15 +133,17 @@ def main() -> None:
     ):
         print(f"\n{title}\n")
         print(
-            "| GPUs | each sends | if all moments were summed | inputs / rows gathered, of layers | forward + backward "
-            "| sending | products | factorising, repeated | shared out |"
+            "| GPUs | each sends | if all moments were summed | inputs / rows gathered, of layers | shared out "
+            "| forward + backward | products | sending and factorising, all repeated | shared out |"
         )
         print("|---:|---:|---:|---|---:|---:|---:|---:|---:|")
         for gpus in GPUS:
             found = cost(layers, gpus)
             gathered = f"{found.chosen['inputs']} / {found.chosen['rows']} of {sum(found.chosen.values())}"
+            shared = sum(owner is not None for owner in found.division(gpus).owners)
             times = " | ".join(f"{1e3 * seconds:,.1f} ms" for seconds in found.seconds(gpus).values())
-            print(f"| {gpus:,} | {found.sent / 1e6:,.0f} MB | {found.if_summed / 1e6:,.0f} MB | {gathered} | {times} |")
+            sizes = f"{found.sent / 1e6:,.0f} MB | {found.if_summed / 1e6:,.0f} MB"
+            print(f"| {gpus:,} | {sizes} | {gathered} | {shared} | {times} |")
 
 
 if __name__ == "__main__":

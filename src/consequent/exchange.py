@@ -1,8 +1,8 @@
 """Between backward pass and correction: every rank's records become those of one process with all ranks' samples.
 
-After :meth:`Exchange.complete` a record holds either the sum of all ranks' second moments, or all ranks' rows, and the
-mathematics goes on as in one process. Each rank then comes to the same result, as each optimiser does after
-``DistributedDataParallel`` has averaged the gradients.
+After :meth:`Exchange.complete` a record holds either the sum of all ranks' second moments, or the factor that one rank
+made of it, or all ranks' rows, and the mathematics goes on as in one process. Each rank then comes to the same result,
+as each optimiser does after ``DistributedDataParallel`` has averaged the gradients.
 
 The hosts first tell each other how many rows they have for each layer; what is sent after that, and on which side each
 layer is solved, follows from these numbers alone, so that all ranks do the same.
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from consequent import layers
 from consequent.capture import Capture
+from consequent.factor_exchange import FactorExchange, Job
 from consequent.layers import Layer
 from consequent.news import (
     MISBEHAVES,
@@ -36,14 +37,21 @@ from consequent.news import (
     elements,
     key_of,
 )
+from consequent.owners import Matrix, divided, rates_on
 from consequent.ranks import Ranks
 from consequent.record import Entry, Record, Use
 from consequent.reports import shown
 from consequent.settings import Damping
-from consequent.traffic import LayerTraffic, bytes_to_gather, bytes_to_sum, packed_length
+from consequent.traffic import (
+    BUCKET,
+    LayerTraffic,
+    bytes_from_one,
+    bytes_to_gather,
+    bytes_to_sum,
+    bytes_to_sum_at_one,
+    packed_length,
+)
 from consequent.triangle import packed, unpacked
-
-BUCKET = 25 * 2**20  # bytes that are sent together, as in DistributedDataParallel
 
 
 @dataclass
@@ -54,10 +62,33 @@ class _Plan:
     names: list[str]  # of the layers that use it and have rows on any rank, in the order of the model
     record: Record
     rows: int
-    side: str
-    choice: str
+    damping: Damping
+    traffic: LayerTraffic
     unverified: bool
+    partial: bool  # a rank has no gradient for some of the moment's columns
     blocks: dict[str, list[list[Block]]]  # by layer and rank, where all ranks have rows
+
+    @property
+    def choice(self) -> str:
+        """What is sent."""
+        return self.traffic.choice
+
+    @property
+    def owner(self) -> int | None:
+        """Which rank alone factorises the moment, if one does."""
+        return self.traffic.owner
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether something of it is added up at every rank."""
+        return self.unverified or (self.choice == "moment" and self.owner is None)
+
+    @property
+    def matrix(self) -> Matrix:
+        """The moment."""
+        groups, size = layers.groups(self.record.layer), self.record.columns
+        item = torch.promote_types(self.weight.dtype, torch.float32).itemsize
+        return Matrix(groups, size, groups * packed_length(size) * item)
 
     @property
     def gathers(self) -> tuple[str, ...]:
@@ -137,11 +168,14 @@ class Exchange:
             trained = [
                 f"{kind} {list(p.shape)}"
                 for kind, p in (("weight", weight), ("bias", bias))
-                if p is not None and p.requires_grad and self._capture.wants(p)
+                if p is not None and self._is_trained(p)
             ]
             damping = self._damping_of(weight if weight.requires_grad or bias is None else bias)
             described[shown(name)] = f"{type(layer).__name__} ({', '.join(trained) or 'not trained'}), {damping}"
         return key_of(tuple(described.items())), described
+
+    def _is_trained(self, parameter: Tensor) -> bool:
+        return parameter.requires_grad and self._capture.wants(parameter)
 
     def _agree(self, digest: int, described: dict[str, str], failure: Exception | None) -> None:
         """All ranks must be attached to the same layers with the same settings; otherwise all of them raise."""
@@ -166,19 +200,21 @@ class Exchange:
             return Header(digest, 0, 1, [News(NOTHING, 0, 0, 0)] * count)
         news = []
         for layer in self._capture.layers.values():
-            record = self._capture.records.get(self._capture.parameters_of(layer)[0])
+            parameters = self._capture.parameters_of(layer)
+            record = self._capture.records.get(parameters[0])
+            partial = int(any(p.grad is None for p in parameters if p is not None and self._is_trained(p)))
             if layer in self._capture.misbehaving:
                 news.append(News(MISBEHAVES, 0, 0, 0))
                 continue
             uses = [] if record is None else [u for u in (*record.reduced, *record.uses) if u.layer is layer]
             if record is None or not uses:
-                news.append(News(NOTHING, 0, 0, 0))
+                news.append(News(NOTHING, 0, 0, 0, partial))
                 continue
             rows, unverified = sum(use.rows for use in uses), int(not record.verified)
             if record.reduced:
-                news.append(News(MOMENT, rows, 0, unverified))
+                news.append(News(MOMENT, rows, 0, unverified, partial))
             else:
-                news.append(News(ROWS, rows, key_of(blocks_of(layer, uses)), unverified))
+                news.append(News(ROWS, rows, key_of(blocks_of(layer, uses)), unverified, partial))
         return Header(digest, self._capture.samples(), 0, news)
 
     def _learn_shapes(self, mine: Header) -> None:
@@ -196,24 +232,31 @@ class Exchange:
 
     # ---- completing -------------------------------------------------------------------------------------------------
 
-    def complete(self) -> list[Record]:
+    def complete(self, may_wait: Callable[[Tensor], bool]) -> list[Record]:
         """Make this rank's records those of all ranks.
+
+        Args:
+            may_wait: whether the host may wait for a tensor's device to look at a result.
 
         Returns:
             a record for each weight of which any rank has inputs.
         """
         self._share_misbehaving()
         plans = self._plans()
+        self._share_out_factorisations(plans)
         for plan in plans:
+            plan.record.factor = None
             if plan.choice == "moment" or plan.unverified:
                 self._prepare_moment(plan)
-        moments = self._start_sums([plan for plan in plans if plan.choice == "moment" or plan.unverified])
+        jobs = [Job(plan.record, plan.owner, plan.damping, plan.rows) for plan in plans if plan.owner is not None]
+        factors = FactorExchange(self.ranks, jobs, may_wait)
+        moments = self._start_sums([plan for plan in plans if plan.is_summed])
         gathered = self._start_gathers([plan for plan in plans if plan.choice != "moment"])
-        for finish in (*moments, *gathered):
+        factors.factorise()
+        for finish in (*moments, *gathered, factors.finish):
             finish()
         for plan in plans:
             plan.record.total_rows = plan.rows
-            plan.record.factor = None
         return [plan.record for plan in plans]
 
     def _share_misbehaving(self) -> None:
@@ -240,6 +283,7 @@ class Exchange:
         rows, size = sum(one.rows for one in news), self.ranks.size
         damping = self._damping_of(record.first_use.key)
         all_have_rows = all(one.form != MOMENT for one in news)
+        partial = any(one.partial for one in news)
         sizes: dict[str, int] = {}
         blocks: dict[str, list[list[Block]]] = {}
         if all_have_rows:
@@ -259,20 +303,41 @@ class Exchange:
                 record.keeps_inputs = sizes["inputs"] < sizes["moment"]  # from the next step on, if not now
                 if all_have_rows and record.keeps_inputs:
                     choice = "inputs"
-        self.ranks.traffic.layers.append(LayerTraffic(" = ".join(map(shown, names)), side, rows, choice, sizes))
+        traffic = LayerTraffic(" = ".join(map(shown, names)), side, rows, choice, sizes)
+        self.ranks.traffic.layers.append(traffic)
         unverified = side == "features" and any(one.unverified for one in news) and record.features > 0
-        return _Plan(weight, names, record, rows, side, choice, unverified, blocks)
+        return _Plan(weight, names, record, rows, damping, traffic, unverified, partial, blocks)
+
+    def _share_out_factorisations(self, plans: list[_Plan]) -> None:
+        """Find an owner for every moment that one rank should factorise for all.
+
+        Every rank needs the moment itself to compare a gradient for the first time, to solve with a part of it, and
+        without damping.
+        """
+        plans = [
+            plan
+            for plan in plans
+            if plan.choice == "moment" and not plan.unverified and not plan.partial and plan.damping.value > 0
+        ]
+        if not plans:
+            return
+        division = divided(tuple(plan.matrix for plan in plans), self.ranks.size, rates_on(plans[0].weight.device))
+        self.ranks.traffic.seconds = {"shared": division.shared, "repeated": division.repeated}
+        for plan, owner in zip(plans, division.owners, strict=True):
+            plan.traffic.owner = owner
+            if owner is not None:
+                size, ranks = plan.matrix.bytes, self.ranks.size
+                plan.traffic.bytes["moment"] = bytes_to_sum_at_one(size, ranks) + bytes_from_one(size, ranks)
 
     def _whole_record(self, weight: Tensor, used: list[Layer]) -> Record:
         """This rank's record, with columns for the biases that any rank has used, in an order common to all."""
         record = self._capture.records.get(weight)
         if record is None:
             record = self._capture.records[weight] = Record(weight)
-        wants = self._capture.wants
         pairs = [self._capture.parameters_of(layer) for layer in used]
-        biases = [bias for _, bias in pairs if bias is not None and bias.requires_grad and wants(bias)]
+        biases = [bias for _, bias in pairs if bias is not None and self._is_trained(bias)]
         biases = list(dict.fromkeys(biases))
-        trains_weight = weight.requires_grad and wants(weight)
+        trains_weight = self._is_trained(weight)
         if record.is_empty:
             bias = pairs[0][1] if any(pairs[0][1] is bias for bias in biases) else None
             record.uses = [self._use_of_nothing(used[0], weight, bias, trains_weight=trains_weight)]
@@ -332,7 +397,7 @@ class Exchange:
         parts: list[_Part] = []
         for plan in plans:
             record = plan.record
-            if plan.choice == "moment":
+            if plan.choice == "moment" and plan.owner is None:
                 assert record.moment is not None
                 parts.append(_Part(packed(record.moment), _moment_taker(record)))
             if plan.unverified:

@@ -47,7 +47,7 @@ class FusedStep:
         grads = _grads_of_one_layer(record)
         if grads is None or damping.value == 0 or record.weight.device != self.device:
             return False
-        if record.moment is None:
+        if not record.is_reduced:
             return self._take_dense(record, *grads, damping, scale)
         factor = record.factor_for(damping)
         if factor is None or record.uses or len(grads[0]) * record.columns**2 > MOST_MULTIPLICATIONS:

@@ -45,6 +45,7 @@ class News(NamedTuple):
     rows: int
     shapes: int  # a key: of the shapes of its blocks
     unverified: int  # whether it wants to compare the gradient with ΔZᵀX
+    partial: int = 0  # whether a parameter that is trained has no gradient here: then part of the moment is solved with
 
     @property
     def has_rows(self) -> bool:

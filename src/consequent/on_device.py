@@ -28,7 +28,7 @@ def updates_on_device(records: Iterable[Record], damping_of: Callable[[Tensor], 
     groups: dict[tuple[torch.Size, torch.dtype, torch.device, Damping], list[InputMatrix]] = {}  # dtype: the layer's
     for record in records:
         damping = damping_of(record.first_use.key)
-        if record.moment is None and record.verified and damping.value > 0:
+        if not record.is_reduced and record.verified and damping.value > 0:
             rows = InputMatrix.of(record)
             dZ = rows.output_grads
             groups.setdefault((dZ.shape[:2], record.first_use.dtype, dZ.device, damping), []).append(rows)

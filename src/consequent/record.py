@@ -79,7 +79,8 @@ class Record:
     uses: list[Use] = field(default_factory=list)
     reduced: list[Use] = field(default_factory=list)
     moment: Tensor | None = None  # [groups, D + biases, D + biases]
-    factor: tuple[Damping, InverseFactor] | None = None  # of the moment, where it was factorised ahead with this λ
+    factor: tuple[Damping, InverseFactor] | None = None  # of the moment, if it was factorised with this λ already
+    cholesky: Tensor | None = None  # L, where another rank factorised the moment plus λ for one that may be waited for
     usual_uses: int = 0  # how many uses the last step had
     backward_pass: int = -1
     accumulated: list[tuple[Tensor, GradMark]] = field(default_factory=list)  # after the last backward pass
@@ -127,6 +128,11 @@ class Record:
         return not self.uses and not self.reduced
 
     @property
+    def is_reduced(self) -> bool:
+        """Whether the second moment, or its factor alone where another rank made it, stands for the rows."""
+        return self.moment is not None or self.factor is not None or self.cholesky is not None
+
+    @property
     def rows(self) -> int:
         """Rows of all uses together."""
         if self.total_rows is not None:
@@ -147,6 +153,7 @@ class Record:
         """Forget all uses."""
         self.usual_uses = len(self.uses) + len(self.reduced) or self.usual_uses
         self.biases, self.uses, self.reduced, self.moment, self.factor = [], [], [], None, None
+        self.cholesky = None
         self.plain_gradient = self.squared_output_grads = self.total_rows = None
         self.edited = self.accumulated_on_corrected = False
         self.accumulated, self.backward_pass = [], -1
@@ -224,7 +231,7 @@ class Record:
         self.factor = None
 
     def factor_for(self, damping: Damping) -> InverseFactor | None:
-        """That of the moment plus λ, if it was factorised ahead, and with this λ."""
+        """That of the moment plus λ, if it was factorised already, and with this λ."""
         if self.factor is None or self.factor[0] != damping:
             return None
         return self.factor[1]

@@ -80,7 +80,7 @@ class Rewriter:
             if self.exchange is None:
                 records, self.samples = self._capture.filled_records(), self._capture.samples()
             else:
-                records, self.samples = self.exchange.complete(), self.exchange.samples
+                records, self.samples = self.exchange.complete(self._may_wait), self.exchange.samples
             self._list_uncaptured(records)
             records = [part for record in records if (part := self._own_part(record)) is not None]
             divisor = loss_divisor(loss_reduction, self.samples)

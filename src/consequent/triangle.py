@@ -1,6 +1,6 @@
-"""A symmetric matrix as half as many numbers, without an index for each: the rectangular full packed form.
+"""A symmetric or triangular matrix as half as many numbers, without an index for each: rectangular full packed form.
 
-For an even n, with h = n / 2 and blocks ``[[A, ·], [B, C]]`` of a symmetric matrix, the rectangle of n + 1 rows and h
+For an even n, with h = n / 2 and blocks ``[[A, ·], [B, C]]`` of the matrix, the rectangle of n + 1 rows and h
 columns holds A's lower triangle and B from its second row on, and C's lower triangle, transposed, above them.
 An odd n is made even with a row of zeros.
 """
@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 
 def packed(matrix: Tensor) -> Tensor:
-    """The lower triangle of symmetric matrices.
+    """The lower triangle of matrices, which are symmetric or nothing but that triangle.
 
     Args:
         matrix: ``[groups, n, n]``.
@@ -32,19 +32,38 @@ def packed(matrix: Tensor) -> Tensor:
     half = size // 2
     rectangle = matrix.new_empty(len(matrix), size + 1, half)
     rectangle[:, 1:] = matrix[:, :, :half]
-    rectangle[:, :half] = rectangle[:, :half].tril(-1) + matrix[:, half:, half:].triu()
+    rectangle[:, :half] = rectangle[:, :half].tril(-1) + matrix[:, half:, half:].mT.triu()
     return rectangle
 
 
 def unpacked(rectangle: Tensor, size: int) -> Tensor:
-    """The inverse of :func:`packed`, for matrices of n = ``size``."""
-    groups, even, half = len(rectangle), rectangle.shape[1] - 1, rectangle.shape[2]
-    matrix = rectangle.new_empty(groups, even, even)
-    lower = rectangle[:, 1 : half + 1].tril()
-    upper = rectangle[:, :half].triu()
-    below = rectangle[:, half + 1 :]
-    matrix[:, :half, :half] = lower + lower.tril(-1).mT
-    matrix[:, half:, half:] = upper + upper.triu(1).mT
-    matrix[:, half:, :half] = below
-    matrix[:, :half, half:] = below.mT
-    return matrix if even == size else matrix[:, :size, :size].contiguous()
+    """The inverse of :func:`packed`, for symmetric matrices of n = ``size``."""
+    upper_left, lower_left, lower_right = _blocks(rectangle)
+    half = upper_left.shape[-1]
+    matrix = rectangle.new_empty(len(rectangle), 2 * half, 2 * half)
+    matrix[:, :half, :half] = upper_left + upper_left.tril(-1).mT
+    matrix[:, half:, half:] = lower_right + lower_right.tril(-1).mT
+    matrix[:, half:, :half] = lower_left
+    matrix[:, :half, half:] = lower_left.mT
+    return _cut(matrix, size)
+
+
+def unpacked_triangle(rectangle: Tensor, size: int) -> Tensor:
+    """The inverse of :func:`packed`, for lower triangular matrices of n = ``size``."""
+    upper_left, lower_left, lower_right = _blocks(rectangle)
+    half = upper_left.shape[-1]
+    matrix = rectangle.new_zeros(len(rectangle), 2 * half, 2 * half)
+    matrix[:, :half, :half] = upper_left
+    matrix[:, half:, half:] = lower_right
+    matrix[:, half:, :half] = lower_left
+    return _cut(matrix, size)
+
+
+def _blocks(rectangle: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A, B and C, of A and C the lower triangles."""
+    half = rectangle.shape[2]
+    return rectangle[:, 1 : half + 1].tril(), rectangle[:, half + 1 :], rectangle[:, :half].triu().mT
+
+
+def _cut(matrix: Tensor, size: int) -> Tensor:
+    return matrix if matrix.shape[-1] == size else matrix[:, :size, :size].contiguous()

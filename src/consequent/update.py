@@ -63,7 +63,7 @@ def consequentialist_update(record: Record, damping: Damping, *, may_wait: bool)
         may_wait: whether the host may wait for the device to look at a result.
     """
     known = record.verified
-    if record.moment is None:
+    if not record.is_reduced:
         update = _on_sample_side(record, damping)
     else:
         if record.uses:
@@ -76,7 +76,8 @@ def consequentialist_update(record: Record, damping: Damping, *, may_wait: bool)
 def _on_feature_side(record: Record, damping: Damping, *, may_wait: bool) -> Update:
     """``G (XᵀX + λI)⁻¹``: takes the gradient as it is, scaled, clipped or averaged over ranks."""
     moment = record.moment
-    assert moment is not None
+    if moment is None:
+        return _by_a_factor_alone(record, damping)
     columns = columns_with_gradient(record)
     if len(columns) < record.columns:
         index = torch.tensor(columns, device=moment.device)
@@ -103,6 +104,20 @@ def _on_feature_side(record: Record, damping: Damping, *, may_wait: bool) -> Upd
     solution, more_damped, failures = (factor or inverse_factor(moment, level)).solve(gradient.mT)
     finite = finite & solution.sum().isfinite()
     return Update(record, "features", finite, solution.mT, rescued=more_damped, fallen_back=failures, edited=edited)
+
+
+def _by_a_factor_alone(record: Record, damping: Damping) -> Update:
+    """The same with the factor of the moment that another rank made, and looked at if it may be waited for."""
+    if record.cholesky is not None:
+        gradient = gradient_matrix(record).to(record.cholesky.dtype)
+        solution = torch.cholesky_solve(gradient.mT, record.cholesky)
+        return Update(record, "features", math.isfinite(solution.sum().item()), solution.mT)
+    factor = record.factor_for(damping)
+    assert factor is not None
+    gradient = gradient_matrix(record).to(factor.inverse.dtype)
+    solution, more_damped, failures = factor.solve(gradient.mT)
+    finite = (factor.status[..., 0].sum() + gradient.sum() + solution.sum()).isfinite()
+    return Update(record, "features", finite, solution.mT, rescued=more_damped, fallen_back=failures)
 
 
 def _on_sample_side(record: Record, damping: Damping) -> Update:

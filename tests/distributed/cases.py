@@ -110,6 +110,7 @@ CASES = {
     "images of several sizes": (lambda: Images(2), _images((3, 2, 5, 4), (2, 2, 4, 6))),
     "images of several sizes, few rows": (lambda: Images(8), _images((1, 8, 2, 2), (2, 8, 1, 3))),
     "convolution in groups": (lambda: Images(6, groups=3), _images((2, 6, 4, 4))),
+    "convolution in groups, many rows": (lambda: Images(6, groups=3), _images((2, 6, 16, 16))),
     "convolution in groups, few rows": (lambda: Images(6, groups=3), _images((1, 6, 2, 2))),
     "images that cost less than their moment": (lambda: Images(12), _images((2, 12, 8, 8))),
     "with strides": (lambda: Images(4, stride=2), _images((2, 4, 5, 5))),

@@ -6,6 +6,7 @@ from loop.expected import DAMPING, assert_close, build, corrected, gradients, lo
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 import consequent
+from distributed.sharing import shared
 from distributed.test_ddp import SIZES, share
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -38,3 +39,12 @@ def test_as_one_process(two, kind, samples):
     expected = corrected(model, loss_on(x, t), samples=samples)
     for grads in two.run(step, kind, samples):
         assert_close(grads, expected, 2e-3)  # forward and backward pass may be in TF32
+
+
+@pytest.mark.parametrize(("kind", "samples"), [("tall", 32), ("conv", 8)])
+def test_factorisations_shared_out(two, kind, samples):
+    model, x, t = build(kind, batch=samples)
+    expected = corrected(model, loss_on(x, t), samples=samples)
+    for grads, owners in two.run(shared, step, kind, samples):
+        assert set(owners) == {0, 1}
+        assert_close(grads, expected, 2e-3)
