@@ -158,16 +158,19 @@ def quick_cholesky(matrix: Tensor, damping: float | Tensor) -> Tensor | None:
     factor, info = torch.linalg.cholesky_ex(matrix)
     if matrix.shape[-1] == 0 or any(info.tolist()):
         return None
-    if any(leaves_few_digits(matrix, factor).tolist()):
+    if not all(keeps_digits(matrix, factor).tolist()):
         return None
     return factor
 
 
-def leaves_few_digits(damped: Tensor, factor: Tensor) -> Tensor:
-    """Whether a factorisation left fewer than about three digits: a pivot is near the rounding of the largest entry."""
+def keeps_digits(damped: Tensor, factor: Tensor) -> Tensor:
+    """Whether a factorisation left about three digits or more: no pivot is near the rounding of the largest entry.
+
+    Infinity, which Cholesky takes for a good pivot, leaves none: the quotient is NaN, and not above anything.
+    """
     smallest_pivot = factor.diagonal(dim1=-2, dim2=-1).amin(-1).square()
     largest = damped.diagonal(dim1=-2, dim2=-1).amax(-1)
-    return smallest_pivot < _FEW_DIGITS * torch.finfo(damped.dtype).eps * largest
+    return smallest_pivot / largest >= _FEW_DIGITS * torch.finfo(damped.dtype).eps
 
 
 def _solve_beyond_rounding(matrix: Tensor, right: Tensor, damping: float | Tensor) -> Tensor:

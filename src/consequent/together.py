@@ -16,7 +16,7 @@ from consequent import layers
 from consequent.explained import factors_of_gradients
 from consequent.input_matrix import InputMatrix
 from consequent.record import Record
-from consequent.ridge import leaves_few_digits
+from consequent.ridge import keeps_digits
 from consequent.settings import Damping
 from consequent.update import Update
 
@@ -83,12 +83,12 @@ def _updates_of_group(members: list[_Member], constant: Tensor) -> list[Update]:
         X = member.rows.features[0]
         torch.addmm(constant, X, X.mT, out=target)
     factors, info = torch.linalg.cholesky_ex(damped)
-    doubtful = leaves_few_digits(damped, factors).logical_or_(info != 0).tolist()
+    good = keeps_digits(damped, factors).logical_and_(info == 0).tolist()
     identity = _added_to_products(len(constant), 1.0, False, constant.dtype)
     inverses = torch.linalg.solve_triangular(factors, identity, upper=False)
     updates = []
-    for (rows, factor), inverse, is_doubtful in zip(members, inverses.unbind(), doubtful, strict=True):
-        if is_doubtful:
+    for (rows, factor), inverse, is_good in zip(members, inverses.unbind(), good, strict=True):
+        if not is_good:
             continue
         coefficients = inverse.mT @ (inverse @ rows.output_grads[0])
         if factor != 1.0:

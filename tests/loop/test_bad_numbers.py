@@ -95,6 +95,20 @@ def test_nan_or_inf_skips_the_step_entirely(kind, value, where, set_to_none):
     assert correction.counters.steps == 5
 
 
+@pytest.mark.parametrize(("samples", "features"), [(1, 3), (3, 1)])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_inputs_whose_squares_are_infinite_skip_the_step(samples, features, layers):
+    """A 1 × 1 matrix of infinity can be factorised, and its inverse is zero: that would be no step, and untold."""
+    model = nn.ModuleList([nn.Linear(features, 2, bias=False) for _ in range(layers)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    correction = consequent.attach(optimizer, model, damping=DAMPING)
+    x = torch.full((samples, features), 2.0**70)
+    sum((layer(x) / 2.0**70).mean() for layer in model).backward()
+    with pytest.warns(consequent.ConsequentWarning, match="NaN or inf"):
+        optimizer.step()
+    assert correction.counters.skipped == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["input", "loss", "gradient", "gradient of a norm"])
 @pytest.mark.parametrize("by_hand", [True, False])
