@@ -305,8 +305,12 @@ class Exchange:
                     choice = "inputs"
         traffic = LayerTraffic(" = ".join(map(shown, names)), side, rows, choice, sizes)
         self.ranks.traffic.layers.append(traffic)
-        unverified = side == "features" and any(one.unverified for one in news) and record.features > 0
-        return _Plan(weight, names, record, rows, damping, traffic, unverified, partial, blocks)
+        unverified = False
+        if side == "features":
+            # The gradient is compared with the sum of all ranks' ΔZᵀX: each of them adds its own, or none is asked to.
+            unverified = record.features > 0 and all(one.unverified for one in news if one.form != NOTHING)
+            record.verified = not unverified
+        return _Plan(weight, names, record, rows, damping, matrix, traffic, unverified, partial, blocks)
 
     def _share_out_factorisations(self, plans: list[_Plan]) -> None:
         """Find an owner for every moment that one rank should factorise for all.

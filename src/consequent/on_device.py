@@ -8,7 +8,6 @@ is, shortened until it cannot overshoot.
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
 
 from consequent.explained import factors_on_device
 from consequent.input_matrix import InputMatrix
@@ -18,16 +17,16 @@ from consequent.settings import Damping
 from consequent.update import Update
 
 
-def updates_on_device(records: Iterable[Record], damping_of: Callable[[Tensor], Damping]) -> list[Update]:
+def updates_on_device(records: Iterable[Record], damping_of: Callable[[Record], Damping]) -> list[Update]:
     """Updates for those of the records that are solved on the sample side, with some λ, and were looked at before.
 
     Args:
         records: on devices that must not be waited for.
-        damping_of: λ for a parameter.
+        damping_of: λ for a record.
     """
     groups: dict[tuple[torch.Size, torch.dtype, torch.device, Damping], list[InputMatrix]] = {}  # dtype: the layer's
     for record in records:
-        damping = damping_of(record.first_use.key)
+        damping = damping_of(record)
         if not record.is_reduced and record.verified and damping.value > 0:
             rows = InputMatrix.of(record)
             dZ = rows.output_grads

@@ -136,8 +136,8 @@ class Rewriter:
     def _updates_of(self, records: list[Record]) -> list[Update]:
         waitable = [record for record in records if answers_at_once(record.weight)]
         busy = [record for record in records if not self._may_wait(record.weight)]
-        updates = updates_together(waitable, self._groups.damping_of)
-        updates += updates_on_device(busy, self._groups.damping_of)
+        updates = updates_together(waitable, self._damping_of)
+        updates += updates_on_device(busy, self._damping_of)
         done = {update.record for update in updates}
         return updates + [self._update_of(record) for record in records if record not in done]
 

@@ -23,17 +23,17 @@ from consequent.update import Update
 FEWEST = 2  # layers; one alone gains nothing
 
 
-def updates_together(records: Iterable[Record], damping_of: Callable[[Tensor], Damping]) -> list[Update]:
+def updates_together(records: Iterable[Record], damping_of: Callable[[Record], Damping]) -> list[Update]:
     """Updates for those of the records that are the usual case, in groups of equal batch size.
 
     Args:
         records: on a device that may be waited for.
-        damping_of: λ for a parameter.
+        damping_of: λ for a record.
     """
     groups: dict[tuple[int, bool, torch.dtype, Damping], list[InputMatrix]] = {}
     for record in records:
         use = record.uses[0] if _is_usual(record) else None
-        damping = None if use is None else damping_of(use.key)
+        damping = None if use is None else damping_of(record)
         if use is None or damping is None or damping.value == 0 or damping.relative:
             continue
         groups.setdefault((use.rows, use.bias is not None, use.dtype, damping), []).append(InputMatrix.of(record))

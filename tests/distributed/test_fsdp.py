@@ -1,6 +1,7 @@
 """fully_shard: each rank corrects its own rows, to what one process comes to with all samples."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 import consequent
 from distributed.cases import CASES, by_one_process
 from distributed.cases import build as build_case
+from distributed.sharing import busily, shared
 from distributed.test_ddp import share
 
 
@@ -164,6 +166,56 @@ def nan_on_one_rank():
 def test_nan(two):
     errors = two.errors(nan_on_one_rank)
     assert all("NonFiniteError" in error for error in errors), errors
+
+
+def skipped_first(kind):
+    """A first step with NaN, in which nothing can be compared."""
+    model, x, t = build(kind, batch=8)
+    shard(model, "layers")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    correction = consequent.attach(optimizer, model, damping=DAMPING)
+    for step in range(3):
+        bad = float("nan") if step == 0 and dist.get_rank() == 1 else 1.0
+        optimizer.zero_grad()
+        mean_loss(model(bad * share(x)), share(t)).backward()
+        with warnings.catch_warnings():
+            if step == 0:
+                warnings.simplefilter("ignore", consequent.ConsequentWarning)
+            optimizer.step()
+    return gathered(model), correction.counters
+
+
+def test_a_first_step_that_is_skipped(four):
+    """One rank has no rows of the last layer's weight, but samples, which belong to what the others compare with."""
+    model, x, t = build("conv", batch=8)
+    expected = corrected(model, loss_on(x, t), samples=8)
+    for grads, counters in four.run(skipped_first, "conv"):
+        assert (counters.skipped, counters.edited) == (1, 0)
+        assert_close(grads, expected, 1e-9)
+
+
+def bias_in_a_group(dampings):
+    """Of a layer only the bias is trained, with a λ of its own."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model, calls, targets = build_case("only a bias", ranks)
+    shard(model, "layers")
+    params = [{"params": list(model.one.parameters())}, {"params": [model.two.bias]}]
+    optimizer = torch.optim.SGD([group | {"damping": d} for group, d in zip(params, dampings, strict=True)], lr=0.0)
+    consequent.attach(optimizer, model, damping=99.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        mean_loss(model(*calls[rank]), targets[rank]).backward()
+        optimizer.step()
+    return gathered(model)
+
+
+@pytest.mark.parametrize("how", [shared, busily])
+@pytest.mark.parametrize("damping", [0.0, 0.5])
+def test_a_group_with_its_own_damping(two, damping, how):
+    """The part of a parameter that a rank has stands for the parameter that is in the group."""
+    expected = by_one_process("only a bias", 2, damping)["two.bias"]
+    for grads, _ in two.run(how, bias_in_a_group, (DAMPING, damping)):
+        assert_close({"two.bias": grads["two.bias"]}, {"two.bias": expected}, 1e-9)
 
 
 def by_columns():
