@@ -43,12 +43,12 @@ from consequent.record import Entry, Record, Use
 from consequent.reports import shown
 from consequent.settings import Damping
 from consequent.traffic import (
-    BUCKET,
     LayerTraffic,
     bytes_from_one,
     bytes_to_gather,
     bytes_to_sum,
     bytes_to_sum_at_one,
+    in_buckets,
     packed_length,
 )
 from consequent.triangle import packed, unpacked
@@ -63,6 +63,7 @@ class _Plan:
     record: Record
     rows: int
     damping: Damping
+    matrix: Matrix  # the moment
     traffic: LayerTraffic
     unverified: bool
     partial: bool  # a rank has no gradient for some of the moment's columns
@@ -82,13 +83,6 @@ class _Plan:
     def is_summed(self) -> bool:
         """Whether something of it is added up at every rank."""
         return self.unverified or (self.choice == "moment" and self.owner is None)
-
-    @property
-    def matrix(self) -> Matrix:
-        """The moment."""
-        groups, size = layers.groups(self.record.layer), self.record.columns
-        item = torch.promote_types(self.weight.dtype, torch.float32).itemsize
-        return Matrix(groups, size, groups * packed_length(size) * item)
 
     @property
     def gathers(self) -> tuple[str, ...]:
@@ -245,7 +239,7 @@ class Exchange:
         plans = self._plans()
         self._share_out_factorisations(plans)
         for plan in plans:
-            plan.record.factor = None
+            plan.record.factor = None  # of this rank's inputs alone, if it was made before there were other ranks
             if plan.choice == "moment" or plan.unverified:
                 self._prepare_moment(plan)
         jobs = [Job(plan.record, plan.owner, plan.damping, plan.rows) for plan in plans if plan.owner is not None]
@@ -290,13 +284,14 @@ class Exchange:
             for name, place in zip(names, places, strict=True):
                 blocks[name] = [self._blocks(self._capture.layers[name], h.layers[place]) for h in self._headers]
         layer, columns = self._capture.layers[names[0]], record.columns
+        item = torch.promote_types(weight.dtype, torch.float32).itemsize
+        matrix = Matrix(layers.groups(layer), columns, layers.groups(layer) * packed_length(columns) * item)
         if all_have_rows and (rows < columns or damping.value == 0):
             side, choice = "samples", "rows"
             sizes["rows"] = bytes_to_gather(size * self._longest(blocks, "inputs", "outputs"), size)
         else:
             side, choice = "features", "moment"
-            item = torch.promote_types(weight.dtype, torch.float32).itemsize
-            sizes["moment"] = bytes_to_sum(layers.groups(layer) * packed_length(columns) * item, size)
+            sizes["moment"] = bytes_to_sum(matrix.bytes, size)
             if record.features:
                 about = self._longest(blocks, "inputs") if all_have_rows else _about_inputs(layer, news, weight.dtype)
                 sizes["inputs"] = bytes_to_gather(size * about, size)
@@ -409,7 +404,10 @@ class Exchange:
                 assert record.squared_output_grads is not None
                 parts.append(_Part(record.plain_gradient, _taker(record, "plain_gradient")))
                 parts.append(_Part(record.squared_output_grads, _taker(record, "squared_output_grads")))
-        return [self._start_sum(bucket) for bucket in _buckets(parts)]
+        buckets = in_buckets(
+            parts, lambda part: part.tensor.nbytes, lambda part: (part.tensor.dtype, part.tensor.device)
+        )
+        return [self._start_sum(bucket) for bucket in buckets]
 
     def _start_sum(self, bucket: "list[_Part]") -> Callable[[], None]:
         flat = torch.cat([part.tensor.reshape(-1) for part in bucket])
@@ -426,14 +424,14 @@ class Exchange:
 
     def _start_gathers(self, plans: list[_Plan]) -> list[Callable[[], None]]:
         """Start to gather all ranks' inputs, and on the sample side their output gradients, several weights at once."""
-        buckets: dict[tuple[torch.dtype, torch.device, int], list[_Plan]] = {}
-        total = 0
-        for plan in plans:
-            total += self._longest(plan.blocks, *plan.gathers)
-            buckets.setdefault((plan.dtype, plan.weight.device, total // BUCKET), []).append(plan)
-        return [self._start_gather(bucket, dtype, device) for (dtype, device, _), bucket in buckets.items()]
+        buckets = in_buckets(
+            plans,
+            lambda plan: self._longest(plan.blocks, *plan.gathers),
+            lambda plan: (plan.dtype, plan.weight.device),
+        )
+        return [self._start_gather(bucket) for bucket in buckets]
 
-    def _start_gather(self, plans: list[_Plan], dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+    def _start_gather(self, plans: list[_Plan]) -> Callable[[], None]:
         lengths = [
             sum(
                 elements(b, kind)
@@ -444,7 +442,7 @@ class Exchange:
             )
             for rank in range(self.ranks.size)
         ]
-        mine = torch.zeros(max(lengths), dtype=dtype, device=device)
+        mine = torch.zeros(max(lengths), dtype=plans[0].dtype, device=plans[0].weight.device)
         parts = [part for plan in plans for part in self._own_parts(plan)]
         if parts:
             torch.cat(parts, out=mine[: lengths[self.ranks.rank]])
@@ -556,18 +554,3 @@ def _moment_taker(record: Record) -> Callable[[Tensor], None]:
 
 def _taker(record: Record, name: str) -> Callable[[Tensor], None]:
     return lambda summed: setattr(record, name, summed)
-
-
-def _buckets(parts: list[_Part]) -> list[list[_Part]]:
-    """In the given order, as many of one kind together as fit a bucket."""
-    buckets: list[list[_Part]] = []
-    room = 0
-    for part in parts:
-        last = buckets[-1][0].tensor if buckets else None
-        fits = last is not None and (last.dtype, last.device) == (part.tensor.dtype, part.tensor.device)
-        if not fits or part.tensor.nbytes > room:
-            buckets.append([])
-            room = BUCKET
-        buckets[-1].append(part)
-        room -= part.tensor.nbytes
-    return buckets

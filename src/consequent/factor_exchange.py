@@ -36,7 +36,7 @@ class Job:
     owner: int
     damping: Damping
     rows: int  # of all ranks
-    triangle: Tensor = field(init=False)  # of this rank's moment
+    triangle: Tensor = field(init=False)  # of this rank's moment; once all ranks' have come to the owner, of the sum
 
     def __post_init__(self) -> None:
         assert self.record.moment is not None
@@ -55,10 +55,14 @@ class _Parcel:
 
     owner: int
     jobs: list[Job]
-    moments: Tensor
     coming: "list[Work]"
     factors: Tensor = field(init=False)
     going: "Work" = field(init=False)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of what goes back, in numbers: a triangle and the status for each job."""
+        return [length for job in self.jobs for length in (job.triangle.numel(), job.groups * _STATUS)]
 
 
 class FactorExchange:
@@ -73,44 +77,46 @@ class FactorExchange:
     def __init__(self, ranks: Ranks, jobs: Iterable[Job], may_wait: Callable[[Tensor], bool]) -> None:
         self._ranks = ranks
         self._may_wait = may_wait
-        self._parcels = [self._start(parcel) for parcel in _parcels(jobs)]
+        parcels = in_buckets(
+            jobs, lambda job: job.triangle.nbytes, lambda job: (job.owner, job.triangle.dtype, job.triangle.device)
+        )
+        self._parcels = [self._start(parcel) for parcel in parcels]
 
     def _start(self, jobs: list[Job]) -> _Parcel:
         moments = torch.cat([job.triangle.flatten() for job in jobs])
-        return _Parcel(jobs[0].owner, jobs, moments, self._ranks.start_sum_at(jobs[0].owner, moments))
+        for job, part in zip(jobs, moments.split([job.triangle.numel() for job in jobs]), strict=True):
+            job.triangle = part.view(job.triangle.shape)  # in memory once
+        return _Parcel(jobs[0].owner, jobs, self._ranks.start_sum_at(jobs[0].owner, moments))
 
     def factorise(self) -> None:
         """Factorise what this rank owns, and start to send it; start to receive the other factors."""
         for parcel in self._parcels:
-            length = sum(job.triangle.numel() + job.groups * _STATUS for job in parcel.jobs)
             if parcel.owner == self._ranks.rank:
                 _wait(parcel.coming)
-                triangles = parcel.moments.split([job.triangle.numel() for job in parcel.jobs])
-                parts = [self._answer(*pair) for pair in zip(parcel.jobs, triangles, strict=True)]
-                parcel.factors = torch.cat([part.flatten() for pair in parts for part in pair])
+                answers = [self._answer(job) for job in parcel.jobs]
+                parcel.factors = torch.cat([part.flatten() for answer in answers for part in answer])
             else:
-                parcel.factors = parcel.moments.new_empty(length)
+                parcel.factors = parcel.jobs[0].triangle.new_empty(sum(parcel.lengths))
             parcel.going = self._ranks.start_send(parcel.owner, parcel.factors)
 
-    def _answer(self, job: Job, summed: Tensor) -> tuple[Tensor, Tensor]:
+    def _answer(self, job: Job) -> tuple[Tensor, Tensor]:
         """What goes back: a triangle and the status."""
-        triangle = summed.view(job.triangle.shape)
-        moment = unpacked(triangle, job.record.columns)
+        moment = unpacked(job.triangle, job.record.columns)
         level = job.damping.absolute_for(moment, job.rows)
         if not self._may_wait(moment):
             factor = inverse_factor(moment, level)
             return packed(factor.inverse), factor.status
         cholesky = quick_cholesky(moment, level)
-        kind = _IS_MOMENT if cholesky is None else _IS_CHOLESKY
-        return triangle if cholesky is None else packed(cholesky), triangle.new_full((job.groups, _STATUS), kind)
+        if cholesky is None:
+            return job.triangle, moment.new_full((job.groups, _STATUS), _IS_MOMENT)
+        return packed(cholesky), moment.new_full((job.groups, _STATUS), _IS_CHOLESKY)
 
     def finish(self) -> None:
         """Give every record its factor; the owner's own, too, takes what was sent, and so the same bits."""
         for parcel in self._parcels:
             _wait(parcel.coming)
             _wait([parcel.going])
-            lengths = [length for job in parcel.jobs for length in (job.triangle.numel(), job.groups * _STATUS)]
-            parts = iter(parcel.factors.split(lengths))
+            parts = iter(parcel.factors.split(parcel.lengths))
             for job, triangle, status in zip(parcel.jobs, parts, parts, strict=True):
                 self._take(job, triangle.view(job.triangle.shape), status.view(job.groups, _STATUS))
 
@@ -127,18 +133,3 @@ class FactorExchange:
 def _wait(works: "Iterable[Work]") -> None:
     for work in works:
         work.wait()
-
-
-def _parcels(jobs: Iterable[Job]) -> list[list[Job]]:
-    """Jobs of one owner and kind together, as many as fit a bucket; the first ones of all owners first.
-
-    Factors travel in this order: so no rank's first ones wait for another rank's last ones.
-    """
-    kinds: dict[tuple[int, torch.dtype, torch.device], list[Job]] = {}
-    for job in jobs:
-        kinds.setdefault((job.owner, job.triangle.dtype, job.triangle.device), []).append(job)
-    turns: dict[int, dict[int, list[Job]]] = {}  # by the number of the bucket, by the kind
-    for kind, alike in enumerate(kinds.values()):
-        for job, bucket in zip(alike, in_buckets(job.triangle.nbytes for job in alike), strict=True):
-            turns.setdefault(bucket, {}).setdefault(kind, []).append(job)
-    return [parcel for turn in sorted(turns) for parcel in turns[turn].values()]

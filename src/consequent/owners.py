@@ -103,17 +103,17 @@ def divided(matrices: tuple[Matrix, ...], ranks: int, rates: Rates) -> Division:
 
 def _seconds(matrices: Sequence[Matrix], owners: Sequence[int | None], ranks: int, rates: Rates) -> float:
     """Estimated time for sums, factorisations and factors, one after the other."""
-    of_owner: dict[int | None, list[Matrix]] = {None: []}
-    for matrix, owner in zip(matrices, owners, strict=True):
-        of_owner.setdefault(owner, []).append(matrix)
-    repeated = of_owner.pop(None)
-    operations = [sum(matrix.operations for matrix in share) for share in (repeated, *of_owner.values())]
-    sizes = [[matrix.bytes for matrix in share] for share in (repeated, *of_owner.values())]
-    buckets = [len(set(in_buckets(of_share))) for of_share in sizes]
-    messages = buckets[0] + 2 * sum(buckets[1:])
-    factorising = operations[0] + max(operations[1:], default=0)
+    pairs = list(zip(matrices, owners, strict=True))
+    operations: dict[int | None, int] = {None: 0}
+    sizes: dict[int | None, int] = {None: 0}
+    for matrix, owner in pairs:
+        operations[owner] = operations.get(owner, 0) + matrix.operations
+        sizes[owner] = sizes.get(owner, 0) + matrix.bytes
+    factorising = operations.pop(None) + max(operations.values(), default=0)
     # To one rank, or from one, the bytes go through all ranks in turn: every link carries all of them.
-    sent = bytes_to_sum(sum(sizes[0]), ranks) + 2 * sum(map(sum, sizes[1:]))
+    sent = bytes_to_sum(sizes.pop(None), ranks) + 2 * sum(sizes.values())
+    buckets = in_buckets(pairs, size=lambda pair: pair[0].bytes, kind=lambda pair: pair[1])
+    messages = sum(1 if owner is None else 2 for (_, owner), *_ in buckets)
     return factorising / rates.factorising + sent / rates.sending + messages * rates.message
 
 

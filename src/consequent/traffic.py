@@ -14,8 +14,11 @@ The third is gloo's way: a ring adds up r parts, each of which then goes to the 
 rank to rank, which is ``(r − 1) / r · n``.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 BUCKET = 25 * 2**20  # bytes that are sent together, as in DistributedDataParallel
 
@@ -60,20 +63,35 @@ def bytes_from_one(size: int, ranks: int) -> int:
     return (ranks - 1) * size // ranks
 
 
-def in_buckets(sizes: Iterable[int]) -> list[int]:
-    """In which bucket each of these goes, in the given order; what is larger than a bucket has one for itself.
+def in_buckets(
+    items: Iterable[Item], size: Callable[[Item], int], kind: Callable[[Item], Hashable]
+) -> list[list[Item]]:
+    """What is sent together: items of one kind, in the given order, as many as fit a bucket.
+
+    What is larger than a bucket has one for itself. The first buckets of all kinds come before all second ones: so
+    where kinds are owners, no rank's first answers wait for another rank's last ones.
+
+    Args:
+        items: what is to be sent.
+        size: bytes of an item.
+        kind: what items must have in common.
 
     Example:
-        >>> in_buckets([10 * 2**20, 10 * 2**20, 10 * 2**20, 40 * 2**20, 8])
-        [0, 0, 1, 2, 3]
+        >>> in_buckets([-20, 2, -5, -1], size=lambda item: abs(item) * 2**20, kind=lambda item: item > 0)
+        [[-20, -5], [2], [-1]]
     """
-    numbers, number, filled = [], -1, BUCKET
-    for size in sizes:
-        if filled + size > BUCKET:
+    turns: list[dict[Hashable, list[Item]]] = []
+    last: dict[Hashable, tuple[int, int]] = {}  # of each kind: the number of its last bucket, and how full that is
+    for item in items:
+        its_kind, its_size = kind(item), size(item)
+        number, filled = last.get(its_kind, (0, 0))
+        if filled and filled + its_size > BUCKET:
             number, filled = number + 1, 0
-        filled += size
-        numbers.append(number)
-    return numbers
+        last[its_kind] = number, filled + its_size
+        if number == len(turns):
+            turns.append({})
+        turns[number].setdefault(its_kind, []).append(item)
+    return [bucket for turn in turns for bucket in turn.values()]
 
 
 def packed_length(size: int) -> int:

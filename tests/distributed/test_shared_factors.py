@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 import consequent
-from consequent import factor_exchange
+from consequent import factor_exchange, traffic
 from consequent.traffic import LayerTraffic, Traffic
 from distributed import test_ddp as ddp_tests
 from distributed import test_faults as faults_tests
@@ -126,6 +126,70 @@ def test_a_relative_damping(two):
         assert_close(grads, expected, 1e-9)
 
 
+@pytest.mark.parametrize("sizes", [[3, 1], [1, 7]])
+def test_uneven_batches(two, sizes):
+    results = results_of(two.run(shared, ddp_tests.step, "conv", sum(sizes), torch.float64, "ddp", 1, None, sizes), 2)
+    model, x, t = build("conv", batch=sum(sizes))
+    losses = [loss_on(*part, weight=0.5) for part in zip(x.split(sizes), t.split(sizes), strict=True)]
+    expected = corrected(model, *losses, samples=sum(sizes))
+    for grads, _, _ in results:
+        assert_close(grads, expected, 1e-9)
+
+
+def several_parcels(*args):
+    with mock.patch.object(traffic, "BUCKET", 1):
+        return ddp_tests.step(*args)
+
+
+@pytest.mark.parametrize("how", [shared, busily])
+def test_an_owner_of_more_than_fits_a_bucket(two, how):
+    """Three matrices for two ranks, each in a parcel of its own."""
+    results = results_of(two.run(how, several_parcels, "conv", 8, torch.float64), 3)
+    ddp_tests.check(results, "conv", 8, torch.float64)
+
+
+def in_a_group_of_two():
+    """Ranks 1 and 3 of four train together; in their group they are 0 and 1."""
+    group = dist.new_group([1, 3])
+    if dist.get_rank() not in (1, 3):
+        return None
+    model, x, t = build("conv", batch=8)
+    ddp = DDP(model, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    consequent.attach(optimizer, ddp, damping=0.1)
+    x, t = (tensor.chunk(2)[dist.get_rank(group)] for tensor in (x, t))
+    for _ in range(2):
+        faults_tests.train(ddp, x, t, optimizer)
+    return gradients(model)
+
+
+def test_ranks_of_a_group_have_other_numbers(four):
+    model, x, t = build("conv", batch=8)
+    expected = corrected(model, loss_on(x, t), samples=8, damping=0.1)
+    answers = four.run(shared, in_a_group_of_two)
+    for grads in results_of([answers[1], answers[3]], 2):
+        assert_close(grads, expected, 1e-9)
+
+
+def clipped():
+    """By value: no multiple of what the inputs explain any more, which the feature side need not know."""
+    ddp, x, t, optimizer, correction = start("conv", lr=0.0)
+    faults_tests.train(ddp, x, t, optimizer)
+    optimizer.zero_grad()
+    mean_loss(ddp(x), t).backward()
+    torch.nn.utils.clip_grad_value_(ddp.parameters(), 0.01)
+    final = gradients(ddp.module)
+    optimizer.step()
+    return gradients(ddp.module), final, correction.counters.edited
+
+
+def test_edited_gradients(two):
+    model, x, t = build("conv", batch=32)
+    for grads, final, edited in results_of(two.run(shared, clipped), 2):
+        assert_close(grads, corrected(model, loss_on(x, t), samples=32, damping=0.1, final=final), 1e-9)
+        assert edited == 0  # looked at once, in the first step
+
+
 def without_a_gradient():
     """A bias whose gradient somebody threw away on one rank."""
     ddp, x, t, optimizer, correction = start("tall", lr=0.0)
@@ -203,6 +267,48 @@ def test_a_factorisation_that_fails_altogether(two, how):
         assert (counters.rescued, counters.fallen_back, counters.skipped) == (0, 1, 0)
         if how is shared:
             assert sum("could not be factorised" in message for message in messages) == 1
+
+
+def fails_with_check():
+    ddp, x, t, optimizer, _ = start("tall", lr=0.0, check=True)
+    faults_tests.train(ddp, x, t, optimizer)
+    error = torch.linalg.LinAlgError("on purpose")
+    with (
+        mock.patch.object(factor_exchange, "quick_cholesky", return_value=None),
+        mock.patch.object(torch.linalg, "cholesky_ex", lambda m: (m, torch.ones(len(m), dtype=torch.int32))),
+        mock.patch.object(torch.linalg, "eigh", side_effect=error),
+    ):
+        faults_tests.train(ddp, x, t, optimizer)
+
+
+def test_all_ranks_raise_together(two):
+    errors = two.errors(shared, fails_with_check)
+    assert all("LinAlgError: layer '0': the Gram matrix plus damping could not be" in error for error in errors), errors
+
+
+def beyond_float32():
+    """One feature, whose square is infinite: a pivot that Cholesky finds nothing wrong with."""
+    model = nn.Linear(1, 2, bias=False)
+    ddp = DDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    correction = consequent.attach(optimizer, ddp, damping=0.1)
+    x = torch.linspace(-1, 2, 8).unsqueeze(1)
+    before = []
+    for scale in (1.0, 2.0**70):
+        before.append(model.weight.detach().clone())
+        optimizer.zero_grad()
+        (ddp(scale * x).sum() / scale).backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", consequent.ConsequentWarning)
+            optimizer.step()
+    return correction.counters.skipped, torch.equal(model.weight, before[-1])
+
+
+@pytest.mark.parametrize("how", [shared, busily])
+def test_inputs_whose_squares_are_infinite(two, how):
+    for skipped, same in results_of(two.run(how, beyond_float32), 1):
+        assert skipped == 1
+        assert same
 
 
 @pytest.mark.parametrize("where", ["inputs", "gradient"])

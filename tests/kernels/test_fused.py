@@ -48,7 +48,7 @@ def attached(model, **options):
     return optimizer, correction
 
 
-def corrected_together(model, damping, *, change=None, bad=None):
+def corrected_together(model, damping, *, change=None, bad=None, keeps_moment=True):
     """The gradients that the kernels make, the counts, and whether NaN or inf was met."""
     name = "relative_damping" if damping.relative else "damping"
     optimizer, correction = attached(model, **{name: damping.value})
@@ -62,6 +62,7 @@ def corrected_together(model, damping, *, change=None, bad=None):
             rows = record.rows if damping.relative else None
             inverse, status = inverse_factor(record.moment, damping.value, rows=rows)
             record.factor = damping, InverseFactor(inverse, status)
+            record.moment = record.moment if keeps_moment else None
         assert fused.take(record, damping, 8.0)
     assert sorted(fused.sides.values()) == ["features", "samples", "samples", "samples"]
     counts = torch.zeros(3, dtype=torch.int64, device=DEVICE)
@@ -84,12 +85,13 @@ def clipped(model):
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
 
+@pytest.mark.parametrize("keeps_moment", [True, False])  # False: another rank factorised it
 @pytest.mark.parametrize("change", [None, clipped])
 @pytest.mark.parametrize("damping", [Damping(0.1), Damping(0.05, relative=True)], ids=str)
-def test_kernels_do_what_the_plain_form_does(damping, change):
+def test_kernels_do_what_the_plain_form_does(damping, change, keeps_moment):
     model = network()
     expected = corrected_one_by_one(copy.deepcopy(model), damping, change)
-    actual, counts, is_bad = corrected_together(model, damping, change=change)
+    actual, counts, is_bad = corrected_together(model, damping, change=change, keeps_moment=keeps_moment)
     assert not is_bad
     assert counts == [0, 0, 0]
     for name, gradient in expected.items():
