@@ -9,6 +9,7 @@ from torch import Tensor
 from consequent.autograd import answers_at_once
 from consequent.capture import Capture
 from consequent.dtensor import is_sharded, local
+from consequent.errors import LinAlgError
 from consequent.exchange import Exchange
 from consequent.foresight import Foresight, Watch
 from consequent.fused import FusedStep, fused_step_for
@@ -91,6 +92,8 @@ class Rewriter:
             self._reports.add_step(self._device)
             if finite is False:
                 return False
+            if self._reports.check:
+                self._refuse_failure_elsewhere(updates)
             for update in updates:
                 self._reports.updated(self._name(update.record), update)
             sides = {**{update.record: update.side for update in updates}, **together}
@@ -193,6 +196,15 @@ class Rewriter:
             values = grad._values() if grad.is_sparse else grad
             values.masked_fill_(~finite.to(grad.device), 0)
         return finite
+
+    def _refuse_failure_elsewhere(self, updates: list[Update]) -> None:
+        """Raise if a factorisation failed on other ranks only: those that have rows of a sharded weight."""
+        failed = any(update.fallen_back for update in updates)
+        if self.exchange is not None and not self.exchange.ranks.is_true_everywhere(not failed) and not failed:
+            raise LinAlgError(
+                "on another rank, a Gram matrix plus damping could not be factorised, not even in float64; the error "
+                "there names the layer. No weight was changed."
+            )
 
     def _list_uncaptured(self, records: list[Record]) -> None:
         for name in uncaptured_layers(records, self._capture, self._groups.owns):

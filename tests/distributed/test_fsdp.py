@@ -2,6 +2,8 @@
 
 import re
 import warnings
+from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import torch
@@ -192,6 +194,38 @@ def test_a_first_step_that_is_skipped(four):
     for grads, counters in four.run(skipped_first, "conv"):
         assert (counters.skipped, counters.edited) == (1, 0)
         assert_close(grads, expected, 1e-9)
+
+
+def failing_factorisations():
+    """From the second step on, of a layer of which one rank has no rows."""
+    model, x, t = build("conv", batch=8)
+    shard(model, "layers")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    consequent.attach(optimizer, model, damping=DAMPING, check=True)
+    cholesky = torch.linalg.cholesky_ex
+
+    def broken(matrix):
+        factor, info = cholesky(matrix)
+        return factor, torch.full_like(info, matrix.shape[-1] == 4)
+
+    for step in range(2):
+        optimizer.zero_grad()
+        mean_loss(model(share(x)), share(t)).backward()
+        before = [p.full_tensor() for p in model.parameters()]
+        with ExitStack() as patches:
+            if step == 1:
+                error = torch.linalg.LinAlgError("on purpose")
+                patches.enter_context(mock.patch.object(torch.linalg, "cholesky_ex", broken))
+                patches.enter_context(mock.patch.object(torch.linalg, "eigh", side_effect=error))
+                patches.enter_context(pytest.raises(torch.linalg.LinAlgError, match="could not be factorised"))
+            optimizer.step()
+    return all(torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("how", [None, shared])
+def test_all_ranks_raise_together(four, how):
+    answers = four.run(failing_factorisations) if how is None else [a for a, _ in four.run(how, failing_factorisations)]
+    assert all(answers), "no weight was changed"
 
 
 def bias_in_a_group(dampings):
