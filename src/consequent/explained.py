@@ -14,7 +14,7 @@ from consequent.input_matrix import InputMatrix, gradient_matrix
 from consequent.layers import weight_matrix
 from consequent.record import Record
 
-PROBES = 4
+PROBES = 3  # as many as a CPU multiplies by in the time that it takes to read the gradient
 
 
 def factors_of_gradients(members: list[InputMatrix]) -> list[float | Tensor | None]:
@@ -85,7 +85,7 @@ def rounding(record: Record) -> float:
 
 
 def _probe(members: list[InputMatrix]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``u G v`` and ``(ΔZ u) · (X v)`` for a few random u and v, which agree if ``G = ΔZᵀX``, and sizes for rounding.
+    """``u G v`` and ``(u ΔZᵀ) · (v Xᵀ)`` for a few random u and v, which agree if ``G = ΔZᵀX``, and sizes for rounding.
 
     Each is ``[members, groups, probes]``. G is read once, while computing ``ΔZᵀX`` again would cost as much as
     backpropagation. All but the first are in a unit, ``[members, 1, 1]``, which is returned as well: the scale of a
@@ -97,30 +97,32 @@ def _probe(members: list[InputMatrix]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if left.numel() > 0:
         unit = left.abs().amax((-2, -1)).amax(-1)[:, None, None].clamp(min=torch.finfo(left.dtype).tiny)
     left = left / unit[..., None]
-    return found, (left * right).sum(-2), vector_norm(left, dim=-2) * vector_norm(right, dim=-2), unit
+    return found, (left * right).sum(-1), vector_norm(left, dim=-1) * vector_norm(right, dim=-1), unit
 
 
 def _products(record: Record, rows: InputMatrix) -> tuple[Tensor, Tensor, Tensor]:
-    """``ΔZ u`` and ``X v``, ``[groups, rows, probes]``, and ``u G v``, ``[groups, probes]``.
+    """``u ΔZᵀ`` and ``v Xᵀ``, ``[groups, probes, rows]``, and ``u G v``, ``[groups, probes]``.
 
     The columns of the biases, X's and G's, are multiplied apart: to join them to the others would copy all of both.
     """
     X, dZ = rows.features, rows.output_grads
     u = _signs(dZ.shape[-1], dZ)
-    left = dZ @ u
+    left = u @ dZ.mT
     if X is not None and record.weight.grad is not None:
         v = _signs(X.shape[-1], X)
-        right, found = X @ v, weight_matrix(record.layer, record.weight.grad).to(X.dtype) @ v
+        right, found = v @ X.mT, v @ weight_matrix(record.layer, record.weight.grad).to(X.dtype).mT
     else:
         right, found = torch.zeros_like(left), torch.zeros_like(u)
     for place, (bias, ones) in enumerate(rows.bias_columns()):
         assert bias.grad is not None
-        column: Tensor | float = bias.grad.view(len(dZ), -1, 1).to(dZ.dtype)
+        column: Tensor | float = bias.grad.view(len(dZ), 1, -1).to(dZ.dtype)
+        if isinstance(ones, Tensor):
+            ones = ones.mT
         if place > 0:  # the usual only one needs no sign
-            sign = _signs(place, dZ)[-1]
+            sign = _signs(place, dZ)[:, -1:]
             column, ones = column * sign, ones * sign
         found, right = found + column, right + ones
-    return left, right, (found * u).sum(-2)
+    return left, right, (found * u).sum(-1)
 
 
 def _signs(size: int, like: Tensor) -> Tensor:
@@ -129,5 +131,6 @@ def _signs(size: int, like: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _random_signs(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``[probes, size]``, of 1 and −1."""
     generator = torch.Generator("cpu").manual_seed(size)  # not the user's random numbers
-    return (torch.randint(0, 2, (size, PROBES), generator=generator, device="cpu") * 2 - 1).to(device, dtype)
+    return (torch.randint(0, 2, (PROBES, size), generator=generator, device="cpu") * 2 - 1).to(device, dtype)
