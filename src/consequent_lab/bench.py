@@ -145,7 +145,7 @@ class Bench:
         if device == "cuda":
             # Recorded launches are for steps that follow each other: many of them before the first, and in a sample.
             return Plan(self.repeats or 50, seconds=15, sample_seconds=0.1, warm_up=20)
-        return Plan(self.repeats or 15, seconds=40)
+        return Plan(self.repeats or 60, seconds=40)
 
     def _chosen(self, measurements: "dict[str, T]") -> "list[T]":
         """Returns the measurements that --only names."""
