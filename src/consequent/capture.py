@@ -12,7 +12,7 @@ from consequent import layers
 from consequent.ahead import Ahead
 from consequent.autograd import after_backward, backward_pass_id
 from consequent.dtensor import is_sharded
-from consequent.hooks import EntryHook, LayerHook, drop_inert_hooks
+from consequent.hooks import EntryHook, LayerHook, drop_inert_hooks, forget_compiled_code
 from consequent.layers import Layer
 from consequent.record import Entry, Record, Use
 from consequent.settings import Damping
@@ -57,6 +57,7 @@ class Capture:
     def extend(self, named_layers: Mapping[str, Layer]) -> None:
         """Hook into the layers that are not hooked yet, and forget those that are gone."""
         self.notice_shards(named_layers)
+        hooks_before = len(self._handles)
         for layer in set(named_layers.values()) - set(self.layers.values()):
             drop_inert_hooks(layer)
             hook = LayerHook(self, layer)
@@ -74,6 +75,8 @@ class Capture:
             self._handles.append(container.register_forward_pre_hook(enter, with_kwargs=True))
             self._handles.append(container.register_forward_hook(leave, with_kwargs=True, always_call=True))
             self._containers.add(container)
+        if len(self._handles) > hooks_before:
+            forget_compiled_code()
 
     def notice_shards(self, named_layers: Mapping[str, Layer]) -> None:
         """Remember the sharded parameters of layers: during a forward pass others stand in their place."""

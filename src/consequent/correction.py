@@ -79,7 +79,7 @@ class Consequentialism:
     """Watches a model's layers and rewrites their gradients before each step of an optimiser.
 
     Args:
-        model: the model, before or after it is wrapped or compiled (but before a compiled model's first call).
+        model: the model, before or after it is wrapped or compiled (what was compiled is then compiled anew).
         damping: λ, added to the diagonal of the un-normalised Gram matrix, as in the paper. 0 is the pseudo-inverse.
             A parameter group of the optimiser may carry its own ``"damping"``.
         relative_damping: instead of ``damping``: λ as a fraction of the inputs' mean squared norm.

@@ -82,9 +82,8 @@ def refuse_uncaptured(capture: Capture, owns: Callable[[Tensor], bool]) -> None:
             if record is None or not record.was_corrected(parameter):
                 raise RuntimeError(
                     f"{shown(name)} has a gradient, but no forward and backward pass through the attached model was "
-                    "seen for it. Was backward() called before attaching (zero_grad() and go on), the model compiled "
-                    "and called before attaching (attach first), is it a copy of the attached model, or was .grad set "
-                    "by hand (use consequential_gradient, or detach)?"
+                    "seen for it. Was backward() called before attaching (zero_grad() and go on), is it a copy of the "
+                    "attached model, or was .grad set by hand (use consequential_gradient, or detach)?"
                 )
 
 

@@ -7,6 +7,7 @@ What was seen must describe the gradient that is in ``.grad`` when the optimiser
 layer is passed on only if that backward pass adds to ``.grad``.
 """
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,16 @@ class _Uncopyable:
 
 def _make_inert_hook() -> Callable[..., None]:
     return _inert_hook
+
+
+def forget_compiled_code() -> None:
+    """After new hooks: let ``torch.compile`` start anew.
+
+    It does not look whether a module has hooks now: code that it made for this model, or for another one of the same
+    classes, would go on without them.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def drop_inert_hooks(module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""torch.compile: hooks are there before the first call or never. Backends that are quick to start do."""
+"""torch.compile, with backends that are quick to start."""
 
 import pytest
 import torch
@@ -77,19 +77,31 @@ def test_a_compiled_layer_inside_of_the_model(backend):
 @pytest.mark.parametrize("to_compiled", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attached_after_the_first_call(backend, to_compiled):
-    """The hooks never fire: an error at the first step, and no weight is changed."""
     model = make_model()
-    x = torch.randn(5, 2, 4, 4, dtype=torch.float64)
+    twin = twin_of(model)
     compiled = torch.compile(model, backend=backend)
-    half_squares(compiled(x)).backward()
-    model.zero_grad()
+    compiled(torch.randn(5, 2, 4, 4, dtype=torch.float64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     consequent.attach(optimizer, compiled if to_compiled else model)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    half_squares(compiled(x)).backward()
-    with pytest.raises(RuntimeError, match="compiled and called before attaching"):
+    check_two_steps(compiled, model, optimizer, twin)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_plain_model_of_the_same_classes_compiled_before_and_after(backend):
+    for attached in (False, True, False, True):
+        model = make_model()
+        twin = twin_of(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if attached:
+            consequent.attach(optimizer, model)
+            check_two_steps(torch.compile(model, backend=backend), model, optimizer, twin)
+            continue
+        x = torch.randn(5, 2, 4, 4, dtype=torch.float64)
+        half_squares(torch.compile(model, backend=backend)(x)).backward()
         optimizer.step()
-    assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
+        half_squares(twin(x)).backward()
+        torch.optim.SGD(twin.parameters(), lr=0.1).step()
+        check_same(model, twin, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
