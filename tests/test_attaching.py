@@ -249,3 +249,26 @@ def test_ranks_that_nothing_connects_are_warned_of(monkeypatch):
             optimizer.step()
         with pytest.raises(RuntimeError, match="corrects alone"):
             correction.communication()
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"damping": None}, "damping must be a number, got None; the paper uses 0.001 to 0.03"),
+        ({"damping": -1}, "the paper uses 0.001 to 0.03"),
+        ({"relative_damping": -1}, "relative_damping must be finite and ≥ 0, got -1; a fraction such as 1e-4"),
+        ({"loss_reduction": lambda: 1}, "must take the number of samples"),
+        ({"loss_reduction": lambda samples, outputs: 1}, "must take the number of samples"),
+    ],
+)
+def test_wrong_options_are_refused_at_once_with_a_remedy(options, remedy):
+    model = nn.Linear(2, 1)
+    with pytest.raises((TypeError, ValueError), match=remedy):
+        consequent.attach(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize("divisor", [lambda samples: samples, lambda *samples: 1, float])
+def test_functions_of_the_samples_are_taken(divisor):
+    model = nn.Linear(2, 1)
+    consequent.attach(torch.optim.SGD(model.parameters(), lr=0.1), model, loss_reduction=divisor)

@@ -13,11 +13,12 @@ def check_nonnegative(name: str, value: float, remedy: str) -> None:
         remedy: what to do instead.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}; use float(…)")
+        raise TypeError(f"{name} must be a number, got {value!r}; {remedy}")
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"{name} must be finite and ≥ 0, got {value!r}; {remedy}")
 
 
 def check_damping(damping: float, name: str = "damping", where: str = "") -> None:
     """Raise unless λ is a finite number ≥ 0."""
-    check_nonnegative(name + where, damping, "the paper uses 0.001 to 0.03")
+    usual = "a fraction such as 1e-4" if name == "relative_damping" else "the paper uses 0.001 to 0.03"
+    check_nonnegative(name + where, damping, usual)

@@ -1,5 +1,6 @@
 """What users choose: the damping, and how the loss sums up over samples."""
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,6 +74,23 @@ def check_loss_reduction(loss_reduction: LossReduction) -> None:
             )
     elif not callable(loss_reduction):
         _check_divisor(loss_reduction, "loss_reduction")
+    elif not _takes_one_argument(loss_reduction):
+        raise TypeError(
+            f"loss_reduction must take the number of samples, got {loss_reduction!r}; "
+            "write lambda samples: …, also where it does not matter"
+        )
+
+
+def _takes_one_argument(function: Callable[..., Any]) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of C
+        return True
+    try:
+        signature.bind(1)
+    except TypeError:
+        return False
+    return True
 
 
 def loss_divisor(loss_reduction: LossReduction, samples: int) -> float:

@@ -1,6 +1,5 @@
 """A contestant with all that is kept of it: its search, its runs at the chosen rate, its seconds per iteration."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -13,6 +12,7 @@ from consequent_lab.paper.rates import Chosen, Searched, rate_at, variant_at
 from consequent_lab.paper.recipes import Contestant, Race
 
 WARM_UP = 0.25  # of the timed iterations
+DRAWN_UP_TO = 10.0  # loss: four times that of guessing among ten classes; beyond it nothing was learnt
 NOT_MEASURED = "The runs are missing."
 
 
@@ -173,7 +173,7 @@ def search_figure(name: str, race: Race, panels: dict[str, list[Entry]]) -> Figu
         for entry in some
         if entry.choice is not None and entry.choice.abandoned
     ]
-    caption = f"{race.search.describe()} A rate without a point diverged."
+    caption = f"{race.search.describe()} A rate without a point diverged, or ended with a loss above {DRAWN_UP_TO:g}."
     if extended:
         caption += f" The best was at the edge of the grid, which was extended, for {', '.join(extended)}."
     if abandoned:
@@ -189,7 +189,7 @@ def search_figure(name: str, race: Race, panels: dict[str, list[Entry]]) -> Figu
                 title,
                 [_search_series(entry) for entry in some if entry.search.losses],
                 [Axis("rate", "learning rate", log=True)],
-                [Axis("loss", "mean training loss over the last epoch of the search", log=True)],
+                [Axis("loss", "loss over the last epoch of the search", log=True)],
             )
             for title, some in panels.items()
         ],
@@ -200,7 +200,7 @@ def _search_series(entry: Entry) -> Series:
     losses = sorted(entry.search.losses.items())
     columns: dict[str, list[Number]] = {
         "rate": [rate_at(rung) for rung, _ in losses],
-        "loss": [loss if math.isfinite(loss) else None for _, loss in losses],
+        "loss": [loss if loss <= DRAWN_UP_TO else None for _, loss in losses],
     }
     return Series(entry.label, columns, style="line+markers")
 

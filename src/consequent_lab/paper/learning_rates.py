@@ -5,14 +5,13 @@ from pathlib import Path
 from statistics import fmean
 
 from consequent_lab.paper.archive import Archive
-from consequent_lab.paper.entries import NOT_MEASURED
+from consequent_lab.paper.entries import DRAWN_UP_TO, NOT_MEASURED
 from consequent_lab.paper.findings import Axis, Figure, Finding, Number, Panel, Series, Statement, Table
 from consequent_lab.paper.learning_rates_recipe import NAME, resnet20_race, sweep
 from consequent_lab.paper.rates import rate_at, score, variant_at
 from consequent_lab.paper.recipes import Sweep
 from consequent_lab.paper.verdicts import all_of
 
-DRAWN_UP_TO = 10.0  # loss: four times that of guessing among ten classes; beyond it nothing was learnt
 GOOD = 1.25  # times the best loss of the same contestant
 Losses = dict[str, dict[int, list[float]]]  # by label and rung: of every seed; infinity if it diverged
 

@@ -45,6 +45,13 @@ def lowered(entry: Entry, other: Entry, by: str = "iteration", until: float = ma
     return [gain for one, two in product(*cut) if one and two and (gain := advantage(one, two)) is not None]
 
 
+def lowered_at_the_end(entry: Entry, other: Entry) -> list[float]:
+    """Returns by how many decades the loss is lower over the last epoch that both runs have, for every pair of runs."""
+    pairs = product(*([dict(curve) for curve in one.curves("epoch_loss")] for one in (entry, other)))
+    found = [(one[last], two[last]) for one, two in pairs if (last := max(one.keys() & two.keys(), default=None))]
+    return [math.log10(theirs / mine) for mine, theirs in found if mine > 0 and theirs > 0]
+
+
 def crossings(entry: Entry, other: Entry, beyond: int) -> list[float | None]:
     """Returns where the first one's loss gets below the other's for good, for every pair of runs; None: it does not.
 

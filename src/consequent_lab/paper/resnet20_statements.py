@@ -11,6 +11,7 @@ from consequent_lab.paper.resnet20_measures import (
     crossings,
     forgotten_after,
     lowered,
+    lowered_at_the_end,
     reaches,
     seconds_to,
     span_of_norms,
@@ -110,12 +111,13 @@ def _sgd_is_best(entries: Entries) -> Statement:
 
 
 def _c_adam_changes_little(entries: Entries) -> Statement:
-    gains = lowered(entries["C-Adam"], entries["Adam"])
+    pair = entries["C-Adam"], entries["Adam"]
+    gains = {"on average over the epochs": lowered(*pair), "at the end": lowered_at_the_end(*pair)}
     return Statement(
         "C-Adam did not change the outcome.",
-        _gains({"C-Adam against Adam": gains}, "Decades of loss below: "),
-        all_of([None if not gains else abs(fmean(gains)) <= CHANGES_LITTLE]),
-        remark=f"Holds within {CHANGES_LITTLE:g} decades, on average over the epochs.",
+        _gains(gains, "Decades by which C-Adam's loss is below Adam's: "),
+        all_of(None if not values else abs(fmean(values)) <= CHANGES_LITTLE for values in gains.values()),
+        remark=f"Holds within {CHANGES_LITTLE:g} decades; the end is that of the shorter run.",
     )
 
 

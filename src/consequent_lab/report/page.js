@@ -207,7 +207,7 @@ class Figure {
         tickcolor: line,
         tickfont: { size: 12, color: quiet },
         automargin: true,
-        nticks: log ? Math.max(3, Math.floor(shown.decades / 0.7)) : 7, // every power of ten, or 1, 2, 5 if they are few
+        nticks: log ? Math.min(8, Math.max(3, Math.floor(shown.decades / 0.7))) : 7, // powers of ten, or 1, 2, 5 if they are few
         ...(panel.contours && { range: [panel.contours[direction][0], panel.contours[direction].at(-1)] }),
       };
     };

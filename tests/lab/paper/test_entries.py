@@ -42,6 +42,10 @@ def test_the_search_figure_tells_of_extensions_and_abandoned_rates():
     assert "was extended, for sgd" in figure.caption
     assert "next lower rate was taken: sgd at 0.1" in figure.caption
     assert figure.panels[0].series[0].columns == {"rate": [0.1, 0.3], "loss": [1.0, None]}
+    huge = replace(plain, search=Searched({-4: 1.0, -2: 1e30}, ()))
+    figure = search_figure("search", race(), {"panel": [huge]})
+    assert figure.panels[0].series[0].columns["loss"] == [1.0, None]
+    assert "or ended with a loss above 10" in figure.caption
 
 
 class Kept:

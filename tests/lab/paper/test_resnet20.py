@@ -80,6 +80,8 @@ def test_adam_is_never_better_and_c_adam_changes_little():
     assert verdict(SGD, adam=better, adam_bn=better, **others) == "does not hold"
     assert verdict(C_ADAM, adam=worse, c_adam=better) == "holds"  # 0.09 decades
     assert verdict(C_ADAM, adam=worse, c_adam=[run(losses=falling(0.8))]) == "does not hold"
+    good_then_bad = [loss * (0.6 + 0.9 * place / EPOCHS) for place, loss in enumerate(falling())]
+    assert verdict(C_ADAM, adam=[run()], c_adam=[run(losses=good_then_bad)]) == "holds in part"
 
 
 @pytest.mark.parametrize(
