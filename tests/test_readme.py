@@ -3,15 +3,13 @@
 import json
 import pathlib
 import re
-from dataclasses import fields
 
 import pytest
 import torch
 from torch import nn
 
 import consequent
-from consequent_lab.faults.soak import Soak
-from consequent_lab.faults.trial import Trial
+from consequent_lab.faults.record import recorded
 from consequent_lab.faults_command import table
 from consequent_lab.paper import resnet20
 
@@ -186,10 +184,10 @@ def test_the_tables_of_kernels_and_growth_are_in_results():
 def test_the_table_of_faults_is_in_results():
     record = json.loads((ROOT / "results" / "faults.json").read_text())
     assert not record["quick"]
-    trials = [Trial(**trial) for trial in record["trials"]]
-    soaked = Soak(**{field.name: record["soak"][field.name] for field in fields(Soak)})
+    trials, soaked = recorded(record)
     assert "\n".join(table(trials, soaked)) in (ROOT / "docs" / "reliability.md").read_text()
     assert sum(trial.tried for trial in trials if trial.fault.startswith("kill")) >= 100
+    assert sum(trial.tried for trial in trials if trial.fault.startswith("one of two ranks lost")) >= 6
     assert soaked.steps >= 200_000
 
 

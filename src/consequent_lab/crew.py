@@ -133,6 +133,7 @@ class CrewFolder(RunFolder):
             super().save_checkpoint(state)
 
     def finish(self, outcome: dict[str, Any]) -> None:
-        """Marks the run as done."""
+        """Marks the run as done; no rank goes on before it is, so that none ends well if the first one does not."""
         if self._crew.is_first:
             super().finish(outcome)
+        self._crew.told(None)

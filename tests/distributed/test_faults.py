@@ -3,6 +3,7 @@
 import copy
 import os
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from loop.expected import build, mean_loss, weights
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 import consequent
+from consequent_lab.crew import Crew, CrewFolder
+from consequent_lab.runs import RunFolder
 from distributed.test_ddp import share
 
 
@@ -177,6 +180,22 @@ def test_a_rank_that_dies(two):
     assert theirs == "the process ended"
     assert "Error" in mine  # torch's own
     assert "onnection" in mine or "imed out" in mine
+
+
+def die_at_the_end(path):
+    def die(*_):
+        os._exit(1)
+
+    folder = CrewFolder(path, Crew())
+    with mock.patch.object(RunFolder, "finish", die):  # which the first rank alone calls
+        folder.finish({"outcome": "finished"})
+
+
+def test_no_rank_ends_well_if_the_first_dies_before_it_has_said_that_the_run_is_done(two, tmp_path):
+    theirs, mine = two.errors(die_at_the_end, tmp_path)
+    assert theirs == "the process ended"
+    assert mine is not None
+    assert "onnection" in mine
 
 
 # ---- which ranks ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from consequent_lab.cli import main
-from consequent_lab.faults import damage, numbers, soak
+from consequent_lab.faults import damage, lost_ranks, numbers, one_rank, soak
+from consequent_lab.faults.record import new_record, recorded, updated
 from consequent_lab.faults.trial import Trial, require
 from consequent_lab.runs import RunFolder
 
@@ -18,6 +19,8 @@ def test_everything_goes_as_it_should(tmp_path, capsys):
     assert all(trial["tried"] == trial["as_expected"] > 0 for trial in tried)
     assert len(tried) >= 20
     assert sum(trial["tried"] for trial in tried if trial["fault"].startswith("kill")) >= 4
+    assert sum(trial["tried"] for trial in tried if trial["fault"].startswith("one of two ranks lost")) >= 4
+    assert sum(trial["tried"] for trial in tried if "two ranks" in trial["fault"]) >= 8
     assert record["soak"]["as_expected"]
     assert "| kill −9 while training |" in capsys.readouterr().out
 
@@ -50,3 +53,69 @@ def test_a_step_that_is_not_skipped_is_a_surprise(monkeypatch):
 def test_a_long_run_with_another_loss_is_noticed(loss):
     found = soak.Soak(10, {}, {"steps": 10}, {"steps": 10}, loss, [0.5, 0.6, 0.7], 100.0, 100.0)
     assert not found.is_as_expected
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_goes_on_waiting_is_a_surprise(tmp_path, monkeypatch):
+    monkeypatch.setattr(lost_ranks, "PATIENCE", 0)  # it ends at once, but not that fast
+    training, _ = lost_ranks.lost_ranks(tmp_path, 1)
+    assert training.tried == 1
+    assert "rank 0 still waited for rank 1" in training.surprises[0]
+
+
+def test_what_one_of_the_ranks_finds_is_a_surprise(tmp_path, monkeypatch):
+    class Ranks:
+        def __init__(self, folder, *_):
+            for rank, problem in enumerate(("", "weights or momenta changed")):
+                problems = {name: [problem] for name, _, _ in one_rank.FAULTS}
+                (folder / f"rank{rank}.json").write_text(json.dumps(problems))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def ended(self, seconds):
+            return [0, 0]
+
+        def last_words(self, rank):
+            return ""
+
+    monkeypatch.setattr(one_rank, "TwoRanks", Ranks)
+    for trial in one_rank.one_rank(tmp_path, 1):
+        assert trial.surprises == ["attempt 0: AssertionError: rank 1: weights or momenta changed"]
+
+
+# ---- the file -------------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_are_tried_anew_say_what_made_them_and_the_others_stay():
+    long_run = soak.Soak(10, {}, {"steps": 10}, {"steps": 10}, 0.6, [0.5, 0.6, 0.7], 100.0, 100.0)
+    first, second, third = (Trial(name, "nothing", tried=1, as_expected=1) for name in ("first", "second", "third"))
+    old = new_record([first, second], long_run, quick=False)
+    again = Trial("first", "nothing", tried=2, as_expected=2)
+    new = updated(old, [again, third], None)
+    assert recorded(new) == ([again, second, third], long_run)
+    assert [row["fault"] for row in new["trials"] if "made_by" in row] == ["first", "third"]
+    assert new["trials"][1] == old["trials"][1]
+    assert new["soak"] == old["soak"]
+    assert {"command", "versions", "machine"} == new["trials"][0]["made_by"].keys()
+
+
+def test_some_kinds_only(tmp_path, capsys):
+    path = tmp_path / "faults.json"
+    command = ["faults", "--only", "strangers", "--output", str(path)]
+    assert main([*command, "--quick"]) == 0
+    record = json.loads(path.read_text())
+    assert [trial["tried"] for trial in record["trials"]] == [2, 5, 3]
+    assert record["soak"] is None
+    assert main([*command, "--quick"]) == 0
+    assert all("made_by" in trial for trial in json.loads(path.read_text())["trials"])
+    assert main(command) == 1
+    assert "was made with --quick" in capsys.readouterr().err
+    path.write_text("{}")
+    assert main(command) == 1
+    assert "not a file of consequent faults" in capsys.readouterr().err

@@ -21,21 +21,22 @@ from consequent_lab.faults.trial import Trial, require
 class Loop:
     """A small network, trained on both sides of the formula: a convolution and dense layers."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, **options: Any) -> None:
         generator = torch.Generator().manual_seed(seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model = nn.Sequential(
                 nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(144, 40), nn.ReLU(), nn.Linear(40, 3)
             )
-        self.optimizer = consequent.CSGD(self.model, lr=0.02, momentum=0.5, damping=0.1)
+        self.called: nn.Module = self.model  # or a wrapper of it
+        self.optimizer = consequent.CSGD(self.model, lr=0.02, momentum=0.5, **{"damping": 0.1, **options})
         self.inputs = torch.randn(8, 1, 6, 6, generator=generator)
         self.targets = torch.randn(8, 3, generator=generator)
 
     def backward(self, inputs: Tensor | None = None) -> Tensor:
         """Returns the loss, its gradients in place."""
         self.optimizer.zero_grad()
-        loss = mse_loss(self.model(self.inputs if inputs is None else inputs), self.targets)
+        loss = mse_loss(self.called(self.inputs if inputs is None else inputs), self.targets)
         loss.backward()
         return loss.detach()
 
