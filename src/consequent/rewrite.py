@@ -208,9 +208,7 @@ class Rewriter:
 
     def _list_uncaptured(self, records: list[Record]) -> None:
         for name in uncaptured_layers(records, self._capture, self._groups.owns):
-            self.uncaptured[name] = (
-                "its weight got a gradient without the layer being called"
-            )
+            self.uncaptured[name] = "its weight got a gradient without the layer being called"
             self._reports.left_plain(name, self.uncaptured[name])
         for record in records:
             self.uncaptured.pop(self._capture.names[record.layer], None)

@@ -17,7 +17,7 @@ from consequent_lab.paper.entries import (
     spread,
 )
 from consequent_lab.paper.findings import Axis, Figure, Finding, Number, Panel, Series, Table
-from consequent_lab.paper.resnet20_measures import ALL_CORRECT, forgotten_after, layer_norms, reaches, stays_at_all
+from consequent_lab.paper.resnet20_measures import ALL_CORRECT, layer_norms, reaches, stays_at_all
 from consequent_lab.paper.resnet20_recipe import NAME, race
 from consequent_lab.paper.resnet20_statements import statements
 
@@ -62,32 +62,48 @@ def finding(*runs: Path) -> Finding:
 
 
 def _headlines(entries: Iterable[Entry]) -> Table:
+    """Returns what the runs came to, compared where the shortest of the headlines' runs has its last epoch."""
+    present = [entry for entry in entries if entry.runs]
+    headlines = [run.curve("test_accuracy") for one in present if one.contestant.headline for run in one.runs]
+    end = min((max(curve)[0] for curve in headlines if curve), default=0)
     columns = [
         "contestant",
         "seeds",
+        "learning rate",
+        "iterations",
         f"iteration of {100 * ALL_CORRECT:g} % over an epoch",
         "last mini-batches at 100 % from iteration",
-        "loss over the last epoch",
-        "test accuracy at the end",
-        "samples forgotten, in all",
+        f"loss over the epoch until {end:,}",
+        f"test accuracy at {end:,}",
+        f"samples forgotten until {end:,}",
     ]
     rows: list[list[str | Number]] = []
-    for entry in entries:
+    for entry in present:
         runs = entry.runs
-        if runs:
-            forgotten = [float(forgotten_after(run, 0)) for run in runs]
-            rows.append(
-                [
-                    entry.label,
-                    float(len(runs)),
-                    spread([reaches(run) for run in runs]),
-                    spread([stays_at_all(run) for run in runs]),
-                    spread([run.last("epoch_loss") for run in runs], ".2g"),
-                    spread([run.last("test_accuracy") for run in runs], ".4f"),
-                    spread(forgotten),
-                ]
-            )
+        compared = [run for run in runs if dict(run.curve("test_accuracy")).get(end) is not None]
+        rows.append(
+            [
+                entry.label,
+                float(len(runs)),
+                runs[0].config.lr,
+                " to ".join(f"{iteration:,}" for iteration in _ends([run.outcome["iteration"] for run in runs])),
+                spread([reaches(run) for run in runs]),
+                spread([stays_at_all(run) for run in runs]),
+                spread([dict(run.curve("epoch_loss")).get(end) for run in compared], ".2g"),
+                spread([dict(run.curve("test_accuracy"))[end] for run in compared], ".3f"),
+                spread([float(sum(lost for at, lost in run.curve("forgotten") if at <= end)) for run in compared]),
+            ]
+        )
     return Table("Mean and range over the seeds", columns, rows)
+
+
+def _ends(values: list[int]) -> list[int]:
+    """Returns the lowest and the highest; once, if they are the same.
+
+    >>> _ends([3, 1, 2]), _ends([4, 4])
+    ([1, 3], [4])
+    """
+    return sorted({min(values), max(values)})
 
 
 def _paper_reading(entries: dict[str, Entry]) -> Figure:

@@ -93,8 +93,8 @@ def _panel(panel: Panel, appearance: dict[str, Look]) -> dict[str, Any]:
 
 
 def _dash(curve: Curve, look: Look) -> str:
-    """Returns the dashes as plotly wants them; thin lines are solid."""
-    lengths = () if curve.role == "one of several" else dashes(look, curve.series.style)
+    """Returns the dashes as plotly wants them."""
+    lengths = dashes(look, curve.series.style)
     return ",".join(f"{length * look.width:.1f}px" for length in lengths) or "solid"
 
 

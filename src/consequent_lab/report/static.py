@@ -103,8 +103,15 @@ def _drawn(figure: Figure, chosen: set[str]) -> Canvas:
             fontsize=8.5,
             labelcolor=INK,
             handlelength=3.2,
+            title=_note_on_seeds(figure),
+            title_fontproperties={"size": 8},
         )
     return canvas
+
+
+def _note_on_seeds(figure: Figure) -> str | None:
+    roles = {curve.role for panel in figure.panels for curve in curves(panel)}
+    return "thin: single seeds; strong: their median, as far as all of them go" if "median" in roles else None
 
 
 def _draw_panel(axes: Axes, panel: Panel, x: Axis, y: Axis, appearance: dict[str, Look]) -> None:
@@ -140,8 +147,8 @@ def _draw_curve(axes: Axes, curve: Curve, x: Axis, y: Axis, look: Look) -> None:
         _numbers(curve.series.columns[y.column]),
         color=look.colour.light,
         linewidth=0.6 if faint else POINTS_PER_PIXEL * look.width,
-        linestyle="none" if style == "markers" else "-" if faint else _linestyle(look, style),
-        alpha=0.4 if faint else 1.0,
+        linestyle="none" if style == "markers" else _linestyle(look, style),
+        alpha=0.5 if faint else 1.0,
         marker=SYMBOLS[look.symbol] if with_markers else None,
         markersize=6 if style == "markers" else 3,
         markeredgewidth=1.6 if look.symbol == "x" else 0,
