@@ -9,6 +9,7 @@ rank alone writes the run's folder, and tells the others what it reads there.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Value = TypeVar("Value")
+
+# How long ranks wait for each other, also when they first meet: for one that is lost without its connections being
+# closed. Longer than any of them ever works by itself; torch's own default is half an hour.
+TIMEOUT = timedelta(minutes=5)
 
 
 class Crew:
@@ -83,7 +88,7 @@ def joined(device: str) -> Iterator[tuple[Crew | None, str]]:
     if device == "cuda":
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=TIMEOUT)
     try:
         yield Crew(), device
     finally:

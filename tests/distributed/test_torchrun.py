@@ -91,3 +91,20 @@ def test_a_rank_that_is_killed(tmp_path):
     state = folder.resume()
     assert state["iteration"] % 7 == 0
     assert folder.metrics()[-1]["iteration"] <= state["iteration"]
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_for_long():
+    code = """
+from datetime import timedelta
+from consequent_lab import crew
+crew.TIMEOUT = timedelta(seconds=2)
+with crew.joined("cpu"):
+    print("met")
+"""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment() | alone
+    )
+    assert ended.returncode == 1
+    assert "imed out" in ended.stderr
+    assert "met" not in ended.stdout

@@ -12,7 +12,7 @@ from consequent_lab.faults.two_ranks import SIZE, TwoRanks
 from consequent_lab.runs import DamagedFileError, RunFolder
 
 LIMIT = 120  # seconds that a run may take
-PATIENCE = 20  # seconds in which the other rank must end; torch's own timeout is half an hour
+PATIENCE = 20  # seconds in which the other rank must end, long before the crew's timeout
 AIMS = ((1, False), (0, True), (0, False), (1, True))  # in turn: a rank, and whether a checkpoint is being written
 # With 64 samples in a mini-batch, ranks send each other rows for one of the layers, and moments for the others.
 OPTIONS = """
