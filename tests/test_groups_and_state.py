@@ -188,7 +188,11 @@ def test_the_listing_shows_the_damping_in_use_and_the_samples():
     half_squares(model(BATCHES[1])).backward()
     other.step()
     assert other.correction.samples == len(BATCHES[1])
-    assert f"samples at the last step: {len(BATCHES[1])}" in repr(other.correction)
+    samples = len(BATCHES[1])
+    divided = f"samples at the last step: {samples}; its loss is taken for a sum divided by"
+    assert f"{divided} {samples}" in repr(other.correction)
+    other.correction.loss_reduction = lambda samples: 3 * samples
+    assert f"{divided} {3 * samples}" in repr(other.correction)
 
 
 def test_numbers_of_numpy_are_numbers():

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from consequent import layers
 from consequent.groups import Groups
+from consequent.settings import loss_divisor
 
 if TYPE_CHECKING:
     from consequent.correction import Consequentialism
@@ -40,5 +41,10 @@ def describe(correction: "Consequentialism", groups: Groups, sides: Mapping[str,
     lines.append(f"  plain ({len(plain)}):")
     lines += [f"    {name or '(the model itself)':{width}}  {reason}" for name, reason in plain.items()]
     counts = ", ".join(f"{name} {count}" for name, count in asdict(correction.counters).items())
-    samples = "" if correction.samples is None else f"; samples at the last step: {correction.samples}"
-    return "\n".join([*lines, f"  counters: {counts}{samples}"])
+    lines.append(f"  counters: {counts}")
+    if correction.samples is not None:
+        divisor = loss_divisor(correction.loss_reduction, correction.samples)
+        lines.append(
+            f"  samples at the last step: {correction.samples}; its loss is taken for a sum divided by {divisor:g}"
+        )
+    return "\n".join(lines)
