@@ -71,7 +71,7 @@ class InputMatrix:
         """``[groups, rows, D]``, in float32 or better; None where the weight has no gradient."""
         return None if self.captured is None else _in_float32(self.captured)
 
-    @property
+    @cached_property
     def biases(self) -> list[Tensor]:
         """The biases that have a gradient."""
         return [bias for bias in self.record.biases if bias.grad is not None]
@@ -94,7 +94,7 @@ class InputMatrix:
             return [(self.biases[0], 1.0)]
         return [] if self.ones is None else list(zip(self.biases, self.ones.split(1, dim=-1), strict=True))
 
-    @property
+    @cached_property
     def has_one_bias_everywhere(self) -> bool:
         """The usual case: every row ends in the same constant 1."""
         return len(self.biases) == 1 and all(use.bias is self.biases[0] for use in self.record.uses)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
-LAYER_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LAYER_TYPES = (nn.Linear, *_CONVOLUTIONS)
 
 
 def kind_of(module: nn.Module) -> type[nn.Module] | None:
@@ -46,7 +47,7 @@ def overrides_forward(layer: Layer) -> bool:
 
 def is_dense(layer: Layer) -> "TypeIs[nn.Linear]":
     """Whether each row of inputs is a sample's, or a token's, as it is: no convolution."""
-    return not isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    return not isinstance(layer, _CONVOLUTIONS)
 
 
 def is_transposed(layer: Layer) -> bool:
