@@ -189,10 +189,15 @@ def test_the_listing_shows_the_damping_in_use_and_the_samples():
     other.step()
     assert other.correction.samples == len(BATCHES[1])
     samples = len(BATCHES[1])
-    divided = f"samples at the last step: {samples}; its loss is taken for a sum divided by"
+    divided = f"samples at the last step: {samples}; its loss was taken for a sum divided by"
     assert f"{divided} {samples}" in repr(other.correction)
-    other.correction.loss_reduction = lambda samples: 3 * samples
+    asked = []
+    other.correction.loss_reduction = lambda samples: asked.append(samples) or 3 * samples
+    other.zero_grad()
+    half_squares(model(BATCHES[1])).backward()
+    other.step()
     assert f"{divided} {3 * samples}" in repr(other.correction)
+    assert len(asked) == 1, "showing it asks nobody"
 
 
 def test_numbers_of_numpy_are_numbers():

@@ -11,7 +11,7 @@ from torch import nn
 import consequent
 from consequent_lab.faults.record import recorded
 from consequent_lab.faults_command import table
-from consequent_lab.paper import resnet20
+from consequent_lab.paper import learning_rates, resnet20
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -232,6 +232,18 @@ def test_what_is_said_of_resnet20_is_what_was_found(resnet20_finding):
     assert round(int(crossing.replace(",", "")), -3) == int(said.replace(",", ""))
     assert measured("SGD does better than other optimisers").verdict == "does not hold"
     assert measured("C-Adam did not change the outcome").verdict != "holds"
+
+
+def test_how_many_learning_rates_are_good_is_what_was_found():
+    (statement,) = learning_rates.finding(ROOT / "results" / "paper").statements
+    assert "ResNet-20, SGD 1.5, C-SGD 0.5 " in statement.measured
+    assert "than for plain SGD (half a decade instead of one and a half)" in README
+    rates = {
+        row[1]: row[2]
+        for row in learning_rates.finding(ROOT / "results" / "paper").tables[0].rows
+        if row[0] == "ResNet-20"
+    }
+    assert rates["C-Adam"] == pytest.approx(3 * rates["Adam"])
 
 
 def test_test_accuracies_of_resnet20_are_in_the_order_that_is_said(resnet20_finding):

@@ -72,8 +72,8 @@ class Kept:
     """A tensor put by for the backward pass, as autograd puts its own by.
 
     A plain reference would hold the tensor in spite of activation checkpointing or ``save_on_cpu``. Where there is
-    something of the kind, it is saved through autograd, and recomputed or brought back like every other activation. In
-    any case it is an error, not a wrong number, if it was overwritten in between.
+    something of the kind, it is saved through autograd, and recomputed or brought back like every other activation. If
+    it was overwritten in between that can be told.
 
     Attributes:
         stays: whether it is the forward pass's own tensor that comes back, neither a recomputed nor a restored one.
@@ -88,14 +88,14 @@ class Kept:
             # A product with nothing: it costs no work, and its backward node has to save the tensor.
             self._saved = _nothing(tensor.ndim, tensor.dtype, tensor.device) * tensor
 
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether somebody has written to the tensor since; one saved through autograd raises by itself."""
+        return self.stays and self._saved._version != self._version
+
     def get(self) -> Tensor:
-        """The tensor; once per backward pass."""
+        """The tensor, unless it :attr:`is_overwritten`; once per backward pass."""
         if self.stays:
-            if self._saved._version != self._version:
-                raise RuntimeError(
-                    f"the inputs of a layer, of shape {list(self._saved.shape)}, have been modified by an inplace "
-                    "operation since the layer was called; change a clone of them instead"
-                )
             return self._saved
         tensor = self._saved.grad_fn._saved_other  # type: ignore[union-attr]
         assert isinstance(tensor, Tensor)

@@ -413,7 +413,7 @@ class Consequentialism:
         return reasons
 
     def __repr__(self) -> str:
-        return describe(self, self._groups, self._rewriter.sides)
+        return describe(self, self._groups, self._rewriter.sides, self._rewriter.divisor)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copied or pickled model has no correction: attach to the copy

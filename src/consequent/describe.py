@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING
 
 from consequent import layers
 from consequent.groups import Groups
-from consequent.settings import loss_divisor
 
 if TYPE_CHECKING:
     from consequent.correction import Consequentialism
 
 
-def describe(correction: "Consequentialism", groups: Groups, sides: Mapping[str, str]) -> str:
+def describe(correction: "Consequentialism", groups: Groups, sides: Mapping[str, str], divisor: float | None) -> str:
     """A readable listing.
 
     Args:
         correction: the correction.
         groups: what its optimiser's parameter groups say.
         sides: for each layer, the side on which it was solved last.
+        divisor: what the last step's loss was taken to be divided by; None before the first step.
     """
     reduction = "a function of the samples" if callable(correction.loss_reduction) else correction.loss_reduction
     optimizer = correction.optimizer
@@ -42,9 +42,8 @@ def describe(correction: "Consequentialism", groups: Groups, sides: Mapping[str,
     lines += [f"    {name or '(the model itself)':{width}}  {reason}" for name, reason in plain.items()]
     counts = ", ".join(f"{name} {count}" for name, count in asdict(correction.counters).items())
     lines.append(f"  counters: {counts}")
-    if correction.samples is not None:
-        divisor = loss_divisor(correction.loss_reduction, correction.samples)
+    if divisor is not None:
         lines.append(
-            f"  samples at the last step: {correction.samples}; its loss is taken for a sum divided by {divisor:g}"
+            f"  samples at the last step: {correction.samples}; its loss was taken for a sum divided by {divisor:g}"
         )
     return "\n".join(lines)

@@ -127,7 +127,7 @@ def _products(record: Record, rows: InputMatrix) -> tuple[Tensor, Tensor, Tensor
 
 
 def _times_transposed(signs: Tensor, matrices: Tensor) -> Tensor:
-    """``signs @ matrices.mT``; of the usual one matrix in a third of the calls."""
+    """``signs @ matrices.mT``; of the usual one matrix in half of the calls."""
     return torch.mm(signs, matrices[0].mT)[None] if matrices.shape[0] == 1 else signs @ matrices.mT
 
 

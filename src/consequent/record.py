@@ -55,6 +55,16 @@ class Use:
         assert self.bias is not None
         return self.bias
 
+    def recalled_inputs(self) -> Tensor:
+        """The inputs as the layer saw them. Raises if somebody wrote to them since."""
+        assert self.kept_inputs is not None
+        if self.kept_inputs.is_overwritten:
+            raise RuntimeError(
+                f"the inputs of {self.layer} have been modified by an inplace operation since it was called, and the "
+                "correction needs them as they were; change a clone of them instead"
+            )
+        return self.kept_inputs.get()
+
     def refuse_overwritten_inputs(self) -> None:
         """Raise if somebody wrote to the inputs since the backward pass: the correction still needs them."""
         if self.inputs is not None and self.inputs._version != self.inputs_version:
@@ -194,7 +204,7 @@ class Record:
             if use.output_grad is not None:
                 use.output_grad = use.output_grad + output_grad
             if use in self.reduced and not self.verified and use.kept_inputs is not None:
-                self.add_plain_gradient(use, use.kept_inputs.get(), output_grad)
+                self.add_plain_gradient(use, use.recalled_inputs(), output_grad)
             return  # its inputs count once
         if not self.is_empty and self.first_use.trains_weight != use.trains_weight:
             raise RuntimeError(
@@ -205,7 +215,7 @@ class Record:
         if use.bias is not None and not any(use.bias is bias for bias in self.biases):
             self.biases.append(use.bias)
         if use.kept_inputs is not None:
-            use.inputs = use.kept_inputs.get()
+            use.inputs = use.recalled_inputs()
             use.inputs_version = use.inputs._version
             use.inputs_stayed = use.kept_inputs.stays
             if not graph_is_retained():

@@ -40,6 +40,7 @@ class Rewriter:
         self._watch: Watch | None = None
         self.exchange: Exchange | None = None  # with the other ranks, once there are any
         self.samples: int | None = None  # N of the last step
+        self.divisor: float | None = None  # what its loss was taken to be divided by
         self.sides: dict[str, str] = {}  # on which each layer was solved last
         self.uncaptured: dict[str, str] = {}  # layers that got a gradient which no hook saw
 
@@ -84,7 +85,7 @@ class Rewriter:
                 records, self.samples = self.exchange.complete(self._may_wait), self.exchange.samples
             self._list_uncaptured(records)
             records = [part for record in records if (part := self._own_part(record)) is not None]
-            divisor = loss_divisor(loss_reduction, self.samples)
+            self.divisor = divisor = loss_divisor(loss_reduction, self.samples)
             fused = self._fused_step(records, divisor)
             together = fused.sides if fused else {}
             updates = self._without_foreign(self._updates_of([r for r in records if r not in together]))

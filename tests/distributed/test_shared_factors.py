@@ -104,18 +104,23 @@ def test_all_kinds_of_sharded_layers(two, name):
         assert_close({name: grads[name] for name in expected}, expected, 1e-9)
 
 
-def relative():
-    model, x, t = build("conv", batch=8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    ddp = DDP(model) if ranks > 1 else model
-    consequent.attach(optimizer, ddp, relative_damping=0.01)
+def take_two_steps(ddp, optimizer, x, t, ranks):
+    """Each rank with its share; moments are shared out in the second."""
     if ranks > 1:
         x, t = ddp_tests.share(x), ddp_tests.share(t)
     for _ in range(2):
         optimizer.zero_grad()
         mean_loss(ddp(x), t).backward()
         optimizer.step()
+
+
+def relative():
+    model, x, t = build("conv", batch=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    ddp = DDP(model) if ranks > 1 else model
+    consequent.attach(optimizer, ddp, relative_damping=0.01)
+    take_two_steps(ddp, optimizer, x, t, ranks)
     return gradients(model)
 
 
@@ -220,12 +225,7 @@ def dependent(ranks=1):
     ddp = DDP(model) if ranks > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     correction = consequent.attach(optimizer, ddp, damping=1e-3)
-    if ranks > 1:
-        x, t = ddp_tests.share(x), ddp_tests.share(t)
-    for _ in range(2):
-        optimizer.zero_grad()
-        mean_loss(ddp(x), t).backward()
-        optimizer.step()
+    take_two_steps(ddp, optimizer, x, t, ranks)
     return model.weight.grad.clone(), correction.counters
 
 

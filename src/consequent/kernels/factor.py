@@ -90,7 +90,7 @@ def plan_team(moment: Tensor) -> Team:
     """A leader, and workers enough not to keep it waiting, if the device can run that many at once.
 
     One program alone in Triton's interpreter, which runs one after the other; and on a GPU that other processes share,
-    where nothing keeps a team together: with five of them training under MPS, members waited for each other for ever.
+    where nothing keeps a team together: five of them that trained under MPS hung, and did not with one program each.
     """
     tiles = -(-moment.shape[-1] // _TILE)
     if tiles == 1 or moment.device.type != "cuda" or is_shared(moment.get_device()):

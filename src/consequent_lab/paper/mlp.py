@@ -7,6 +7,7 @@ from consequent_lab.paper.archive import Archive
 from consequent_lab.paper.entries import (
     ITERATIONS_OR_SECONDS,
     NOT_MEASURED,
+    NOT_TIMED,
     Entry,
     entries_of,
     mean_of,
@@ -203,7 +204,7 @@ def _competitive_in_time(cells: Cells) -> Statement:
     gains = {cell: gain(cells[cell]["C-SGD"], cells[cell]["SGD"], "seconds") for cell in wanted}
     return Statement(
         "C-SGD maintains its competitiveness on CIFAR-10 and CIFAR-100 even by taking the time into account.",
-        _by_cell(gains, lambda value: f"{value:+.2f}", "Decades of loss below SGD's at equal seconds: "),
+        _by_cell(gains, lambda value: f"{value:+.2f}", "Decades of loss below SGD's at equal seconds: ", NOT_TIMED),
         all_of(None if value is None else value >= COMPETITIVE for value in gains.values()),
         remark=f"Holds at {COMPETITIVE:+.2f} decades or more, on average over the time that both have.",
     )
@@ -214,7 +215,7 @@ def _same_in_time(cells: Cells) -> Statement:
     gains = {cell: gain(cells[cell]["C-SGD"], cells[cell]["SGD"], "seconds") for cell in wanted}
     return Statement(
         "On Fashion-MNIST their performances in time are almost identical.",
-        _by_cell(gains, lambda value: f"{value:+.2f}", "Decades of loss below SGD's at equal seconds: "),
+        _by_cell(gains, lambda value: f"{value:+.2f}", "Decades of loss below SGD's at equal seconds: ", NOT_TIMED),
         all_of(None if value is None else abs(value) <= IDENTICAL for value in gains.values()),
         remark=f"Holds within {IDENTICAL:.1f} decades, on average over the time that both have.",
     )
@@ -276,9 +277,9 @@ def _shown(iteration: float | None) -> str:
     return "never" if iteration is None else f"{iteration:,.0f}"
 
 
-def _by_cell(values: Mapping[Cell, object], form: Callable[..., str], opening: str) -> str:
+def _by_cell(values: Mapping[Cell, object], form: Callable[..., str], opening: str, missing: str = NOT_MEASURED) -> str:
     shown = [f"{title_of(cell)} {form(value)}" for cell, value in values.items() if _is_known(value)]
-    return f"{opening}{'; '.join(shown)}." if shown else NOT_MEASURED
+    return f"{opening}{'; '.join(shown)}." if shown else missing
 
 
 def _is_known(value: object) -> bool:

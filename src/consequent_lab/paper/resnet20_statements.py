@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from consequent_lab.paper.entries import NOT_MEASURED, Entry, mean_over_pairs, spread
+from consequent_lab.paper.entries import NOT_MEASURED, NOT_TIMED, Entry, mean_over_pairs, spread
 from consequent_lab.paper.findings import Statement
 from consequent_lab.paper.measures import distance
 from consequent_lab.paper.resnet20_measures import (
@@ -74,7 +74,7 @@ def _beats_plain_in_time(entries: Entries) -> Statement:
     gains = {name: lowered(entries[f"C-{name}"], entries[name], "seconds") for name in ("SGD", "Nesterov")}
     return Statement(
         "In time, too, C-SGD and C-Nesterov perform much better than their plain counterparts without BatchNorm.",
-        _gains(gains, "Decades of loss below the plain version's, at equal seconds: "),
+        _gains(gains, "Decades of loss below the plain version's, at equal seconds: ", missing=NOT_TIMED),
         all_of(_all_positive(values) for values in gains.values()),
         remark="Holds if every pair of seeds says so.",
     )
@@ -313,14 +313,14 @@ def _ratio(times: Sequence[float | None], others: Sequence[float | None]) -> flo
 
 def _times(times: dict[str, list[float | None]]) -> str:
     if not all(times.values()):
-        return NOT_MEASURED
+        return NOT_TIMED
     shown = "; ".join(f"{label} {spread(values, ',.1f')}" for label, values in times.items())
     return f"Seconds until {100 * HIGH_ACCURACY:.0f} % over an epoch: {shown}."
 
 
-def _gains(gains: dict[str, list[float]], opening: str) -> str:
+def _gains(gains: dict[str, list[float]], opening: str, missing: str = NOT_MEASURED) -> str:
     shown = [f"{name} {_range(values)}" for name, values in gains.items() if values]
-    return f"{opening}{'; '.join(shown)}." if shown else NOT_MEASURED
+    return f"{opening}{'; '.join(shown)}." if shown else missing
 
 
 def _range(values: list[float]) -> str:
