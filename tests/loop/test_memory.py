@@ -25,7 +25,7 @@ def expectation(model, loss_of, samples):
     return grads
 
 
-def train(model, loss_of, samples, steps=2, context=None):
+def train_as_expected(model, loss_of, samples, steps=2, context=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     correction = consequent.attach(optimizer, model, damping=DAMPING)
     for _ in range(steps):
@@ -44,7 +44,7 @@ def train(model, loss_of, samples, steps=2, context=None):
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_place_relu(kind):
     model, x, t = build(kind, inplace=True)
-    train(model, loss_on(x, t), len(x), steps=3)
+    train_as_expected(model, loss_on(x, t), len(x), steps=3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,7 +121,7 @@ def test_activation_checkpointing(kind, segments, reentrant):
     x.requires_grad_()  # without it the reentrant mode computes no gradients at all
     model = Checkpointed(kind, segments, reentrant)
     model.double()
-    train(model, lambda m: mean_loss(m(x), t), len(x))
+    train_as_expected(model, lambda m: mean_loss(m(x), t), len(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,7 +140,7 @@ def test_checkpointed_modules_called_as_modules(kind, reentrant):
             x = checkpoint(self.first, x, use_reentrant=reentrant)
             return checkpoint(self.second, x, use_reentrant=reentrant)
 
-    train(Model(), lambda m: mean_loss(m(x), t), len(x))
+    train_as_expected(Model(), lambda m: mean_loss(m(x), t), len(x))
 
 
 @pytest.mark.parametrize("kind", ["wide", "tall"])
@@ -163,7 +163,7 @@ def test_checkpointed_layers_on_tokens_count_samples(kind, reentrant):
                 h = checkpoint(module, h, use_reentrant=reentrant)
             return h.unflatten(0, x.shape[:2])
 
-    train(Model(), lambda m: m(x).square().sum() / len(x), len(x))
+    train_as_expected(Model(), lambda m: m(x).square().sum() / len(x), len(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -229,13 +229,13 @@ def test_a_layer_used_inside_and_outside_of_a_checkpoint(order, width, reentrant
     torch.manual_seed(2)
     model = InsideAndOutside(width, order, reentrant).double()
     x, t = torch.randn(6, width).double().requires_grad_(), torch.randn(6, width).double()
-    train(model, lambda m: mean_loss(m(x), t), len(x), steps=3)
+    train_as_expected(model, lambda m: mean_loss(m(x), t), len(x), steps=3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_save_on_cpu(kind):
     model, x, t = build(kind)
-    train(model, loss_on(x, t), len(x), context=torch.autograd.graph.save_on_cpu)
+    train_as_expected(model, loss_on(x, t), len(x), context=torch.autograd.graph.save_on_cpu)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -272,7 +272,7 @@ LAYOUTS = {
 def test_inputs_that_are_not_contiguous(kind, layout, grad):
     model, x, t = build(kind)
     x = LAYOUTS[layout](x).requires_grad_(grad)
-    train(model, lambda m: mean_loss(m(x), t), len(x))
+    train_as_expected(model, lambda m: mean_loss(m(x), t), len(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -281,11 +281,11 @@ def test_model_and_inputs_channels_last(kind):
     if kind == "conv":
         model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
         assert not model[0].weight.is_contiguous()
-    train(model, loss_on(x, t), len(x))
+    train_as_expected(model, loss_on(x, t), len(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_expanded_output_gradients(kind):
     """The gradient of a plain sum is an expanded 1."""
     model, x, _ = build(kind)
-    train(model, lambda m: m(x).sum() / len(x), len(x))
+    train_as_expected(model, lambda m: m(x).sum() / len(x), len(x))

@@ -67,7 +67,7 @@ class Caller(nn.Module):
         return self.decoder(h)
 
 
-def train(model, loss_of, samples, steps=2):
+def train_as_expected(model, loss_of, samples, steps=2):
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     consequent.attach(optimizer, model, damping=DAMPING)
     for _ in range(steps):
@@ -93,14 +93,14 @@ CALLS = {
 def test_wrapped_inputs(kind, call):
     body, x, t = build(kind)
     pick, how = CALLS[call]
-    train(Caller(body, pick), lambda m: mean_loss(how(m, x), t), len(x))
+    train_as_expected(Caller(body, pick), lambda m: mean_loss(how(m, x), t), len(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_function_over_parts_counts_samples_once(kind):
     """encode and decode called directly: N, not 2N."""
     body, x, t = build(kind)
-    train(Caller(body), lambda m: mean_loss(m.decode(m.encode(x)), t), len(x))
+    train_as_expected(Caller(body), lambda m: mean_loss(m.decode(m.encode(x)), t), len(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,7 +112,7 @@ def test_parts_called_twice(kind):
     def loss_of(m):
         return 0.5 * mean_loss(m.decode(m.encode(x)), t) + 0.5 * mean_loss(m.decode(m.encode(y)), u)
 
-    train(Caller(body), loss_of, 2 * len(x))
+    train_as_expected(Caller(body), loss_of, 2 * len(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,20 +125,20 @@ def test_layers_called_one_by_one(kind):
             h = module(h)
         return mean_loss(h, t)
 
-    train(body, loss_of, len(x))
+    train_as_expected(body, loss_of, len(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_called_twice_counts_twice(kind):
     body, x, t = build(kind)
-    train(body, lambda m: mean_loss(m(x), t) + mean_loss(m(2 * x), t), 2 * len(x))
+    train_as_expected(body, lambda m: mean_loss(m(x), t) + mean_loss(m(2 * x), t), 2 * len(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_and_a_part_of_it(kind):
     """A call of the whole model and one of its encoder on the same samples: N."""
     body, x, t = build(kind)
-    train(Caller(body), lambda m: mean_loss(m(x), t) + m.encode(x).square().sum() / len(x), len(x))
+    train_as_expected(Caller(body), lambda m: mean_loss(m(x), t) + m.encode(x).square().sum() / len(x), len(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,7 +146,7 @@ def test_a_wrapped_model(kind):
     """Attached to the inner model, called through an outer one."""
     body, x, t = build(kind)
     outer = nn.Sequential(nn.Identity(), body)
-    train(body, lambda m: mean_loss((outer if m is body else m)(x), t), len(x))
+    train_as_expected(body, lambda m: mean_loss((outer if m is body else m)(x), t), len(x))
 
 
 @pytest.mark.parametrize(("width", "tokens"), [(40, 3), (4, 9)], ids=["wide", "tall"])
@@ -154,7 +154,7 @@ def test_sequences_count_samples_not_tokens(width, tokens):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3)).double()
     x, t = torch.randn(4, tokens, width).double(), torch.randn(4, tokens, 3).double()
-    train(model, lambda m: mean_loss(m(x), t), 4)
+    train_as_expected(model, lambda m: mean_loss(m(x), t), 4)
 
 
 @pytest.mark.parametrize(("width", "tokens"), [(40, 3), (4, 9)], ids=["wide", "tall"])
@@ -178,26 +178,26 @@ def test_sequences_flattened_inside_the_model(width, tokens, call):
         "dict": lambda m: m({"ids": ids}),
         "nested list": lambda m: m([(ids,)]),
     }[call]
-    train(Model().double(), lambda m: mean_loss(how(m), t), 4)
+    train_as_expected(Model().double(), lambda m: mean_loss(how(m), t), 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_unbatched_inputs(kind):
     body, x, t = build(kind)
-    train(body, lambda m: 0.5 * (m(x[0]) - t[0]).square().sum(), 1)
+    train_as_expected(body, lambda m: 0.5 * (m(x[0]) - t[0]).square().sum(), 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_unbatched_inputs_one_after_the_other(kind):
     """Five single samples, accumulated: N = 5."""
     body, x, t = build(kind)
-    train(body, lambda m: sum(0.5 * (m(x[i]) - t[i]).square().sum() / 5 for i in range(5)), 5)
+    train_as_expected(body, lambda m: sum(0.5 * (m(x[i]) - t[i]).square().sum() / 5 for i in range(5)), 5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_batch_of_one(kind):
     body, x, t = build(kind, batch=1)
-    train(body, lambda m: mean_loss(m(x), t), 1)
+    train_as_expected(body, lambda m: mean_loss(m(x), t), 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
