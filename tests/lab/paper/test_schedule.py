@@ -1,5 +1,6 @@
 """Many runs side by side: one that fails stops no other, time ends all, a lost process costs no run."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import time
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -57,14 +59,17 @@ def test_lines_leave_a_terminal_when_their_runs_end(tmp_path):
     assert "recipe/first" not in after
 
 
-def test_time_that_is_up_stops_a_run_which_goes_on_later(tmp_path):
-    slow = job("slow", iterations=2000, checkpoint_every=50)
-    summary, _ = scheduled([slow, job("next")], tmp_path, deadline=time.time() + 0.5)
+def test_time_that_is_up_stops_a_run_which_goes_on_later(tmp_path, monkeypatch):
+    slow = job("slow", iterations=100, checkpoint_every=50)
+    clock = itertools.count()  # a second passes whenever somebody looks, which is at least once in an iteration
+    with monkeypatch.context() as patch:
+        patch.setattr(schedule, "time", SimpleNamespace(time=lambda: next(clock)))
+        summary, _ = scheduled([slow, job("next")], tmp_path, deadline=80)
     assert (summary.done, summary.stopped, summary.failed) == ([], ["recipe/slow/seed0"], {})
     assert slow.folder(tmp_path).outcome() is None
     summary, shown = scheduled([slow], tmp_path)
     assert summary.done == ["recipe/slow/seed0"]
-    assert "resumed at iteration" in shown
+    assert "resumed at iteration 50" in shown
     summary, _ = scheduled([job("next")], tmp_path, deadline=time.time() - 1)
     assert summary.done == summary.stopped == []
 
