@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from consequent.kernels import dense, features, table
-from consequent.kernels.dense import DenseLayer, prepare_dense, write_dense
+from consequent.kernels.dense import DenseLayer, DenseStep
 from consequent.kernels.features import FeatureLayer, prepare_features, write_features
 
 REPLAYS = 50
@@ -133,14 +133,23 @@ def host_time(work: Callable[[], object]) -> float:
     return 1e6 * statistics.median(times)
 
 
+def prepare_dense(layers: list[DenseLayer], flags: torch.Tensor) -> DenseStep:
+    flags.zero_()
+    step = DenseStep(layers, flags)
+    step.factorise()
+    step.solve()
+    step.look()
+    return step
+
+
 def report(name: str, layers: list, references: list[torch.Tensor], prepare: Callable, write: Callable) -> None:
-    bad = torch.zeros(1, dtype=torch.int32, device="cuda")
-    counts = torch.zeros(3, dtype=torch.int64, device="cuda")
+    bad = torch.zeros(1 + len(layers), dtype=torch.int32, device="cuda")
+    counts = torch.zeros(5, dtype=torch.int64, device="cuda")
     start = time.perf_counter()
     write(prepare(layers, bad), counts)
     torch.cuda.synchronize()
     print(f"{name}: {len(layers)} layers, first call {time.perf_counter() - start:.1f} s")
-    print(f"  bad {bad.item()}, counts {counts.tolist()}")
+    print(f"  bad {bad[0].item()}, counts {counts.tolist()}")
     print(f"  largest error against float64       {largest_error(layers, references):.1e}")
 
     # From here on gradients are corrected again and again. A small scale keeps them finite, and an infinite tolerance
@@ -165,7 +174,7 @@ def report(name: str, layers: list, references: list[torch.Tensor], prepare: Cal
     print(f"  host, prepare                       {host_time(lambda: prepare(layers, bad)):7.1f} µs")
     print(f"  host, prepare with a new table      {host_time(prepare_with_new_table):7.1f} µs")
     print(f"  host, write                         {host_time(lambda: write(prepared, counts)):7.1f} µs")
-    print(f"  bad {bad.item()}, counts {counts.tolist()}\n", flush=True)
+    print(f"  bad {bad[0].item()}, counts {counts.tolist()}\n", flush=True)
 
 
 def main() -> None:
@@ -173,7 +182,7 @@ def main() -> None:
     dense.PRECISION = features.PRECISION = precision
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, products in {precision}\n")
     layers = mlp_layers()
-    report("MLP 3072-8×800-10, batch 32", layers, [dense_reference(x) for x in layers], prepare_dense, write_dense)
+    report("MLP 3072-8×800-10, batch 32", layers, [dense_reference(x) for x in layers], prepare_dense, DenseStep.write)
     for channels_last in (False, True):
         convolutions = resnet20_layers(channels_last)
         references = [feature_reference(layer) for layer in convolutions]

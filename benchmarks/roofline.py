@@ -21,7 +21,19 @@ import consequent
 from consequent.moments import second_moments
 from consequent_lab.models import mlp, resnet20
 
-OURS = ("_turn", "_multiply", "_put", "_add_splits", "_factorise", "_product", "_scan", "_solve", "_write", "write_")
+OURS = (
+    "_turn",
+    "_multiply",
+    "_put",
+    "_add_splits",
+    "_factorise",
+    "_product",
+    "_sums",
+    "_solve",
+    "_look",
+    "_write",
+    "write_",
+)
 
 
 def replay_time(function: Callable[[], object], replays: int = 50) -> float:

@@ -158,7 +158,18 @@ def captured(model, optimizer, inputs, labels):
     return graph
 
 
-@pytest.mark.parametrize("make", [net, convolutions])
+def perceptron():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), mlp(432, [180, 190, 170], 10)).cuda()
+
+
+def with_a_plain_layer():
+    """Others than the kernels, too, look at whether all numbers are finite."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(432, 180), nn.LayerNorm(180), nn.Linear(180, 10)).cuda()
+
+
+@pytest.mark.parametrize("make", [net, convolutions, perceptron, with_a_plain_layer])
 def test_a_captured_step_trains_as_eager_steps_do(make):
     start = make().cuda()
     inputs, labels = batch("cuda") if make is net else images()
@@ -175,8 +186,9 @@ def test_a_captured_step_trains_as_eager_steps_do(make):
     assert optimizer.correction.counters.skipped == 0
 
 
-def test_nan_in_a_captured_step_changes_nothing_and_is_counted():
-    model = convolutions()
+@pytest.mark.parametrize("make", [convolutions, perceptron, with_a_plain_layer])
+def test_nan_in_a_captured_step_changes_nothing_and_is_counted(make):
+    model = make()
     optimizer = consequent.CSGD(model, lr=0.05, damping=0.1)
     inputs, labels = images()
     graph = captured(model, optimizer, inputs, labels)
@@ -189,6 +201,98 @@ def test_nan_in_a_captured_step_changes_nothing_and_is_counted():
     graph.replay()
     assert not torch.equal(weights(model), before)
     assert optimizer.correction.counters.skipped == 1
+
+
+def test_two_steps_in_one_graph():
+    start = perceptron()
+    inputs, labels = images()
+    model, twin = copy.deepcopy(start), copy.deepcopy(start)
+    optimizer, other = (consequent.CSGD(one, lr=0.05, damping=0.1) for one in (model, twin))
+    for _ in range(3):
+        take_step(model, optimizer, inputs, labels)
+    optimizer.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(2):
+            take_step(model, optimizer, inputs, labels)
+    for _ in range(5):
+        graph.replay()
+    for _ in range(13):
+        take_step(twin, other, inputs, labels)
+    assert distance(model, twin, start) < 1e-3
+    assert optimizer.correction.counters.steps == 13
+
+
+def test_backward_and_step_in_graphs_of_their_own():
+    start = perceptron()
+    inputs, labels = images()
+    model, twin = copy.deepcopy(start), copy.deepcopy(start)
+    optimizer, other = (consequent.CSGD(one, lr=0.05, damping=0.1) for one in (model, twin))
+    for _ in range(3):
+        take_step(model, optimizer, inputs, labels)
+    optimizer.zero_grad(set_to_none=True)
+    backward, step = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(backward):
+        optimizer.zero_grad(set_to_none=True)
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+    with torch.cuda.graph(step):
+        optimizer.step()
+    for _ in range(4):
+        backward.replay()
+        step.replay()
+    for _ in range(7):
+        take_step(twin, other, inputs, labels)
+    assert distance(model, twin, start) < 1e-3
+
+
+def test_an_edit_in_a_captured_step_is_seen():
+    """The gradient is looked at behind whatever the graph does to it, though the rest runs ahead."""
+    model = perceptron()
+    optimizer = consequent.CSGD(model, lr=0.0, damping=0.1)
+    inputs, labels = images()
+    for _ in range(3):
+        take_step(model, optimizer, inputs, labels)
+    optimizer.zero_grad(set_to_none=True)
+    graph, mask = torch.cuda.CUDAGraph(), torch.ones(180, 1, device="cuda")
+    with torch.cuda.graph(graph):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        model[1][0].weight.grad.data.mul_(mask)
+        model[1][0].bias.grad.data.mul_(mask[:, 0])
+        optimizer.step()
+    graph.replay()
+    assert optimizer.correction.counters.edited == 0
+    mask[:60] = 0
+    graph.replay()
+    assert optimizer.correction.counters.edited == 1
+    mask.fill_(0.5)  # a scalar is none
+    graph.replay()
+    assert optimizer.correction.counters.edited == 1
+
+
+def test_training_goes_on_after_a_capture_that_failed():
+    start = perceptron()
+    inputs, labels = images()
+    model, twin = copy.deepcopy(start), copy.deepcopy(start)
+    optimizer, other = (consequent.CSGD(one, lr=0.05, damping=0.1) for one in (model, twin))
+    for _ in range(3):
+        take_step(model, optimizer, inputs, labels)
+        take_step(twin, other, inputs, labels)
+
+    def failing_step():
+        optimizer.zero_grad(set_to_none=True)
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        loss.item()  # not in a graph
+
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        failing_step()
+    torch.cuda.set_stream(before)
+    for _ in range(3):
+        take_step(model, optimizer, inputs, labels)
+        take_step(twin, other, inputs, labels)
+    assert distance(model, twin, start) < 1e-3
 
 
 def test_capturing_before_the_first_step_is_refused():
@@ -216,7 +320,7 @@ def test_kernel_launches_of_a_correction(make, most):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         if corrected:
             consequent.attach(optimizer, model, damping=0.1)
-        for _ in range(8):  # until launches are recorded wherever memory lies
+        for _ in range(60):  # until launches are recorded wherever memory lies
             take_step(model, optimizer, inputs, labels)
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             take_step(model, optimizer, inputs, labels)

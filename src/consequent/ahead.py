@@ -6,11 +6,8 @@ busy at best. Layers of one shape go together, as many as a little memory has ro
 of them, and from their third step on by a recording of the launches (:mod:`consequent.replay`).
 """
 
-from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +20,7 @@ from consequent.precision import in_full_precision
 from consequent.record import Record
 from consequent.replay import GraphRecorder, Replays
 from consequent.settings import Damping
+from consequent.streams import side_stream, switched_to
 
 MOST_TOGETHER = 8  # layers in a group
 
@@ -118,12 +116,12 @@ class Ahead:
         summing, factorising = _side_streams(device)
         if graph_is_being_captured() or not _is_worth_recording(group, inputs[0].dtype):
             summing.wait_event(group.ready)
-            with _switched_to(summing):
+            with switched_to(summing):
                 results = _reduced(group, inputs, factorises, factorising)
             last = summing
         else:
             factorising.wait_event(group.ready)
-            with _switched_to(factorising):
+            with switched_to(factorising):
                 piece = (*records, size, inputs[0].dtype, factorises)
                 key = (*[tensor.data_ptr() for tensor in inputs], group.kind, factorises)
                 replays = self._replays.setdefault(device, Replays(GraphRecorder()))
@@ -174,7 +172,7 @@ def _reduced(
     else:
         factorising.wait_stream(torch.cuda.current_stream())
         moments.record_stream(factorising)
-        with _switched_to(factorising):
+        with switched_to(factorising):
             factors = inverse_factor(moments, level)
     parts = zip(moments.unbind(), factors.inverse.unbind(), factors.status.unbind(), strict=True)
     return tuple([tensor for part in parts for tensor in part])
@@ -186,31 +184,13 @@ def _room(given: int) -> int:
     return min(max(given // share, LEAST_MEMORY), MOST_MEMORY)
 
 
-def _switched_to(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-    """``torch.cuda.stream``, in a fraction of its time where the stream is of the current device."""
-    if stream.device_index != torch.cuda.current_device():
-        return torch.cuda.stream(stream)
-    return _switched_on_device(stream)
-
-
-@contextmanager
-def _switched_on_device(stream: torch.cuda.Stream) -> Iterator[None]:
-    before = torch.cuda.current_stream(stream.device_index)
-    torch.cuda.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.cuda.set_stream(before)
-
-
-@lru_cache
 def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """One for moments and one for factors, so that the next group's moments need not wait for this one's factors.
 
-    All corrections share them. Factors are one after the other, as their programs wait for each other: two such
-    launches might each have half of the device. So recordings, which have both, are replayed on the second.
+    Factors are one after the other, as their programs wait for each other: two such launches might each have half of
+    the device. So recordings, which have both, are replayed on the second.
     """
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+    return side_stream(device, "moments"), side_stream(device, "factors")
 
 
 def _is_worth_recording(group: _Group, dtype: torch.dtype) -> bool:

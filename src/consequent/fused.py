@@ -4,20 +4,23 @@ The mathematics is that of :mod:`consequent.update`, whose plain-torch form is t
 few dozen launches, here all of them share a handful.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from consequent import kernels, layers
+from consequent.autograd import graph_is_being_captured
 from consequent.explained import rounding
 from consequent.input_matrix import trained
 from consequent.record import Record
 from consequent.settings import Damping
+from consequent.streams import side_stream, switched_to
 
 if TYPE_CHECKING:  # imported where they are needed: Triton is not everywhere
-    from consequent.kernels.dense import DenseLayer
-    from consequent.kernels.features import FeatureLayer
+    from consequent.kernels.dense import DenseLayer, DenseStep
+    from consequent.kernels.features import FeatureLayer, PreparedFeatures
 
 
 MOST_MULTIPLICATIONS = 2**28  # of a layer and a product: larger ones gain nothing from going together
@@ -31,7 +34,10 @@ class FusedStep:
         self.sides: dict[Record, str] = {}
         self._dense: list[DenseLayer] = []
         self._features: list[FeatureLayer] = []
-        self._prepared: list[Any] = []
+        self._inputs_there: list[torch.cuda.Event | None] = []  # of the dense layers, in a CUDA graph
+        self._output_grads_there: list[torch.cuda.Event | None] = []
+        self._dense_step: DenseStep | None = None
+        self._prepared: PreparedFeatures | None = None
 
     def __bool__(self) -> bool:
         return bool(self.sides)
@@ -75,6 +81,8 @@ class FusedStep:
         X, dZ = (_rows(matrix) for matrix in (inputs, output_grad))
         layer = DenseLayer(X, dZ, weight_grad, bias_grad, damping.value, damping.relative, scale, rounding(record))
         self._dense.append(layer)
+        self._inputs_there.append(use.inputs_there if X.data_ptr() == inputs.data_ptr() else None)
+        self._output_grads_there.append(use.output_grad_there if dZ.data_ptr() == output_grad.data_ptr() else None)
         self.sides[record] = "samples"
         return True
 
@@ -84,33 +92,75 @@ class FusedStep:
         Returns:
             int32 of one element, on the device: 1 if NaN or inf was met. Others may set it as well.
         """
-        bad = torch.zeros(1, dtype=torch.int32, device=self.device)
-        if self._dense:
-            from consequent.kernels.dense import prepare_dense, write_dense
+        aside = self._stream_aside()
+        training = None if aside is None else torch.cuda.current_stream(self.device)
+        _wait(aside, training, self._inputs_there)
+        with _on(aside):
+            flags = torch.zeros(1 + len(self._dense), dtype=torch.int32, device=self.device)
+            if self._dense:
+                from consequent.kernels.dense import DenseStep
 
-            self._prepared.append((write_dense, prepare_dense(self._dense, bad)))
+                self._dense_step = DenseStep(self._dense, flags)
+                self._dense_step.factorise()
+                _wait(aside, training, self._output_grads_there)
+                self._dense_step.solve()
+        if aside is not None and training is not None:
+            training.wait_stream(aside)
+        if self._dense_step is not None:
+            self._dense_step.look()
+        bad = flags[:1]
         if self._features:
-            from consequent.kernels.features import prepare_features, write_features
+            from consequent.kernels.features import prepare_features
 
-            self._prepared.append((write_features, prepare_features(self._features, bad)))
+            self._prepared = prepare_features(self._features, bad)
         return bad
 
-    def write(self, counts: Tensor) -> dict[Record, list[Tensor]]:
+    def write(
+        self, counts: Tensor, *, counts_step: bool = False, counts_skip: bool = False
+    ) -> dict[Record, list[Tensor]]:
         """Write all gradients, or zeros into all of them if NaN or inf was met.
 
         Args:
-            counts: int64 of three elements, on the device, that are added to: rescued and failed factorisations, and
-                edited gradients.
+            counts: int64, on the device, an element for each of :data:`consequent.counters.NAMES`, that are added to.
+            counts_step: whether this is counted as a step,
+            counts_skip: and, if NaN or inf was met, as a skipped one.
 
         Returns:
             the parameters that got a new gradient, by record.
         """
-        for write, prepared in self._prepared:
-            write(prepared, counts)
+        steps, skips = int(counts_step), int(counts_skip)
+        if self._dense_step is not None:
+            self._dense_step.write(counts, steps=steps, skips=skips)
+            steps = skips = 0
+        if self._prepared is not None:
+            from consequent.kernels.features import write_features
+
+            write_features(self._prepared, counts, steps=steps, skips=skips)
         written = {record: trained(record) for record in self.sides}
         grads = [parameter.grad for parameters in written.values() for parameter in parameters]
         torch.autograd.graph.increment_version([grad for grad in grads if grad is not None])
         return written
+
+    def _stream_aside(self) -> torch.cuda.Stream | None:
+        """For what needs no gradient of a weight: in a CUDA graph, a stream beside the passes."""
+        return side_stream(self.device, "samples") if self._dense and graph_is_being_captured() else None
+
+
+def _wait(
+    aside: torch.cuda.Stream | None, training: torch.cuda.Stream | None, events: list[torch.cuda.Event | None]
+) -> None:
+    """Let a stream wait for the events; where there is none, for all that the training stream was given so far."""
+    if aside is None or training is None:
+        return
+    try:
+        for event in events:
+            aside.wait_event(event or training.record_event())
+    except RuntimeError:  # the backward pass was captured in another graph
+        aside.wait_stream(training)
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else switched_to(stream)
 
 
 def fused_step_for(records: list[Record], *, may_wait: bool) -> FusedStep | None:

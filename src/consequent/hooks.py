@@ -21,6 +21,7 @@ from consequent.dtensor import is_sharded
 from consequent.errors import CAPTURED_TOO_EARLY
 from consequent.layers import Layer
 from consequent.record import Use
+from consequent.streams import event_in_graph
 
 if TYPE_CHECKING:
     from consequent.capture import Capture
@@ -133,6 +134,7 @@ class LayerHook(_Uncopyable):
             rows=layers.count_rows(self.layer, output),
             dtype=output.dtype,
             kept_inputs=None if weight is None else Kept(inputs),
+            inputs_there=event_in_graph(),
         )
         leaves: list[Tensor | Node] = [parameter for parameter in (weight, bias) if parameter is not None]
         if is_sharded(held_weight):  # the whole weight has no memory then, which asking for its node would need

@@ -18,6 +18,7 @@ from consequent.layers import Layer
 from consequent.moments import second_moment
 from consequent.precision import in_full_precision
 from consequent.settings import Damping
+from consequent.streams import event_in_graph
 
 
 @dataclass(eq=False, slots=True)
@@ -46,6 +47,8 @@ class Use:
     inputs_version: int = -1  # when the backward pass was there
     inputs_stayed: bool = False  # since the forward pass, neither recomputed nor brought back
     output_grad: Tensor | None = None
+    inputs_there: torch.cuda.Event | None = None  # in a CUDA graph: when the inputs are,
+    output_grad_there: torch.cuda.Event | None = None  # and the output gradient
 
     @property
     def key(self) -> Tensor:
@@ -203,6 +206,7 @@ class Record:
         if use in self.uses or use in self.reduced:
             if use.output_grad is not None:
                 use.output_grad = use.output_grad + output_grad
+                use.output_grad_there = event_in_graph()
             if use in self.reduced and not self.verified and use.kept_inputs is not None:
                 self.add_plain_gradient(use, use.recalled_inputs(), output_grad)
             return  # its inputs count once
@@ -221,6 +225,9 @@ class Record:
             if not graph_is_retained():
                 use.kept_inputs = None
         use.output_grad = output_grad
+        use.output_grad_there = event_in_graph()
+        if not use.inputs_stayed:
+            use.inputs_there = use.output_grad_there
         self.uses.append(use)
 
     @in_full_precision

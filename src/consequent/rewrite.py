@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from consequent.autograd import answers_at_once
+from consequent.autograd import answers_at_once, graph_is_being_captured
 from consequent.capture import Capture
 from consequent.dtensor import is_sharded, local
 from consequent.errors import LinAlgError
@@ -90,7 +90,9 @@ class Rewriter:
             together = fused.sides if fused else {}
             updates = self._without_foreign(self._updates_of([r for r in records if r not in together]))
             finite = self._all_finite(updates, fused)
-            self._reports.add_step(self._device)
+            in_graph = fused is not None and graph_is_being_captured()  # then the kernels count it
+            if not in_graph:
+                self._reports.add_step(self._device)
             if finite is False:
                 return False
             if self._reports.check:
@@ -103,7 +105,8 @@ class Rewriter:
                 self._watch = Watch(list(sides), self._capture.names, self._groups.learning_rate_of, divisor)
             written = {update.record: update.write(divisor, finite) for update in updates}
             if fused:
-                written |= fused.write(self._reports.on_device(fused.device)[-3:])
+                counts = self._reports.on_device(fused.device)
+                written |= fused.write(counts, counts_step=in_graph, counts_skip=self._found_inf is None)
             self._reports.step_taken()
             if self._watch is not None:
                 self._watch.note_corrected()
@@ -127,6 +130,12 @@ class Rewriter:
     @property
     def _device(self) -> torch.device:
         return next(iter(self._capture.layers.values())).weight.device
+
+    @property
+    def _found_inf(self) -> Tensor | None:
+        """A GradScaler's, with a fused optimiser."""
+        found_inf: Tensor | None = getattr(self._groups.optimizer, "found_inf", None)
+        return found_inf
 
     def _fused_step(self, records: list[Record], divisor: float) -> FusedStep | None:
         """All records that GPU kernels take together."""
@@ -167,7 +176,7 @@ class Rewriter:
         flags: list[tuple[str, bool | Tensor]]
         flags = [(shown(self._name(update.record)), update.finite) for update in updates]
         flags += [("a layer that is not corrected", flag) for flag in _are_finite(plain)]
-        found_inf = getattr(self._groups.optimizer, "found_inf", None)  # a GradScaler's, with a fused optimiser
+        found_inf = self._found_inf
         bad = [name for name, flag in flags if self._may_wait(flag) and not flag]
         ranks = None if self.exchange is None else self.exchange.ranks
         may_wait = self._reports.check or answers_at_once(self._device)
@@ -188,7 +197,7 @@ class Rewriter:
             is_bad = torch.zeros(1, dtype=torch.int32, device=self._device) if is_bad is None else is_bad
             ranks.spread(is_bad)
         assert is_bad is not None
-        if found_inf is None:
+        if found_inf is None and fused is None:
             self._reports.add("skipped", is_bad)
         if not updates and not plain:
             return True  # the kernels look for themselves

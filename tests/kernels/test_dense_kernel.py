@@ -4,7 +4,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from consequent.kernels import dense
-from consequent.kernels.dense import DenseLayer, prepare_dense, write_dense
+from consequent.kernels.dense import DenseLayer, DenseStep
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 1e-4
@@ -48,12 +48,25 @@ def gradient(layer):
     return torch.cat(parts, 1)
 
 
-def rewrite(layers, bad=0):
-    """Runs both halves; returns what ``bad`` and the counts hold then."""
-    flag = torch.tensor([bad], dtype=torch.int32, device=DEVICE)
-    counts = torch.tensor([10, 20, 30], device=DEVICE)
-    write_dense(prepare_dense(layers, flag), counts)
-    return flag.item(), [count - base for count, base in zip(counts.tolist(), (10, 20, 30), strict=True)]
+def flags_for(layers, bad=0):
+    return torch.tensor([bad] + [0] * len(layers), dtype=torch.int32, device=DEVICE)
+
+
+def prepare(layers, flags):
+    step = DenseStep(layers, flags)
+    step.factorise()
+    step.solve()
+    step.look()
+    return step
+
+
+def rewrite(layers, bad=0, **counted):
+    """Runs all launches; returns whether something was bad, and what was added to the counts."""
+    flags = flags_for(layers, bad)
+    before = (10, 20, 30, 40, 50)
+    counts = torch.tensor(before, device=DEVICE)
+    prepare(layers, flags).write(counts, **counted)
+    return flags[0].item(), [count - base for count, base in zip(counts.tolist(), before, strict=True)]
 
 
 def assert_close(layer, wanted, tolerance=2e-5):
@@ -84,7 +97,7 @@ def test_float64_reference(name):
     shapes = SETS[name]
     layers = [make_layer(*shape, **options, seed=seed) for seed, (*shape, options) in enumerate(shapes)]
     wanted = [reference(layer, options.get("factor", 1.0)) for layer, (*_, options) in zip(layers, shapes, strict=True)]
-    assert rewrite(layers) == (0, [0, 0, 0])
+    assert rewrite(layers) == (0, [0, 0, 0, 0, 0])
     for layer, right in zip(layers, wanted, strict=True):
         assert_close(layer, right)
 
@@ -94,7 +107,7 @@ def test_more_tiles_than_programs(monkeypatch):
     monkeypatch.setattr(dense, "_WRITERS", 4)
     layers = [make_layer(2, 300, 200, factor=0.7), make_layer(4, 20, 20)]
     wanted = [reference(layers[0], 0.7), reference(layers[1])]
-    assert rewrite(layers) == (0, [0, 0, 0])
+    assert rewrite(layers) == (0, [0, 0, 0, 0, 0])
     for layer, right in zip(layers, wanted, strict=True):
         assert_close(layer, right)
 
@@ -110,10 +123,10 @@ def test_rows_with_a_stride_and_odd_addresses():
     assert_close(layer, right)
 
 
-def test_nothing_is_written_before_the_second_half():
+def test_nothing_is_written_before_the_last_launch():
     layer = make_layer(6, 20, 9)
     before = gradient(layer)
-    prepare_dense([layer], torch.zeros(1, dtype=torch.int32, device=DEVICE))
+    prepare([layer], flags_for([layer]))
     assert torch.equal(gradient(layer), before)
 
 
@@ -127,7 +140,7 @@ def test_an_edited_gradient_is_shortened(kind):
     else:
         edited.weight_grad[3].neg_()
     wanted = shortened(edited), reference(kept, 0.5)
-    assert rewrite([edited, kept]) == (0, [0, 0, 1])
+    assert rewrite([edited, kept]) == (0, [0, 0, 0, 0, 1])
     assert_close(edited, wanted[0])
     assert_close(kept, wanted[1])
 
@@ -136,7 +149,7 @@ def test_a_gradient_of_zeros_gives_zeros():
     layer, other = make_layer(4, 50, 40, factor=0.0), make_layer(2, 20, 10)
     layer.output_grads.zero_()
     wanted = reference(other)
-    assert rewrite([layer, other]) == (0, [0, 0, 0])
+    assert rewrite([layer, other]) == (0, [0, 0, 0, 0, 0])
     assert not gradient(layer).any()
     assert_close(other, wanted)
 
@@ -145,7 +158,7 @@ def test_inputs_of_zeros_under_relative_damping():
     layer = make_layer(8, 50, 40, bias=False, relative=True)
     layer.inputs.zero_()
     layer.weight_grad.zero_()
-    assert rewrite([layer]) == (0, [0, 0, 0])
+    assert rewrite([layer]) == (0, [0, 0, 0, 0, 0])
     assert not gradient(layer).any()
 
 
@@ -157,7 +170,7 @@ def test_tiny_and_huge_gradients(size):
     layer.weight_grad.mul_(size * 0.5)
     layer.bias_grad.mul_(size * 0.5)
     right = reference(layer, 0.5)
-    assert rewrite([layer]) == (0, [0, 0, 0])
+    assert rewrite([layer]) == (0, [0, 0, 0, 0, 0])
     assert_close(layer, right)
 
 
@@ -165,14 +178,14 @@ def test_tiny_and_huge_gradients(size):
 def test_not_finite_anywhere_zeroes_all(place):
     layers = [make_layer(3, 50, 40), make_layer(2, 20, 10, bias=False)]
     getattr(layers[0], place).view(-1)[7] = float("inf" if place == "weight_grad" else "nan")
-    assert rewrite(layers) == (1, [0, 0, 0])
+    assert rewrite(layers) == (1, [0, 0, 0, 0, 0])
     for layer in layers:
         assert not gradient(layer).any()
 
 
 def test_bad_beforehand_zeroes_all():
     layers = [make_layer(3, 50, 40), make_layer(2, 20, 10, bias=False)]
-    assert rewrite(layers, bad=1) == (1, [0, 0, 0])
+    assert rewrite(layers, bad=1) == (1, [0, 0, 0, 0, 0])
     for layer in layers:
         assert not gradient(layer).any()
 
@@ -183,7 +196,7 @@ def test_a_matrix_without_a_factor_falls_back():
     layer.weight_grad.copy_(0.5 * layer.output_grads.mT @ layer.inputs)
     layer.bias_grad.mul_(0.5)
     wanted = shortened(layer), reference(other)
-    assert rewrite([layer, other]) == (0, [0, 1, 0])
+    assert rewrite([layer, other]) == (0, [0, 0, 0, 1, 0])
     assert_close(layer, wanted[0])
     assert_close(other, wanted[1])
 
@@ -197,7 +210,7 @@ def test_as_accurate_as_cholesky_where_rows_nearly_depend():
     level = layer.damping * torch.eye(32, device=DEVICE)
     factor = torch.linalg.cholesky(X @ X.mT + level)
     cholesky = torch.cholesky_solve(layer.output_grads, factor).mT @ X
-    assert rewrite([layer]) == (0, [0, 0, 0])
+    assert rewrite([layer]) == (0, [0, 0, 0, 0, 0])
 
     def miss(update):
         return ((update.double() - right) @ X.double().mT).norm()
@@ -212,18 +225,22 @@ def test_twice_the_same_is_bitwise_the_same():
     assert torch.equal(gradient(first), gradient(second))
 
 
-def test_no_layers():
-    assert rewrite([]) == (0, [0, 0, 0])
+@pytest.mark.parametrize("counted", [{}, {"steps": 1}, {"skips": 1}, {"steps": 1, "skips": 1}])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_step_is_counted_once_however_many_layers_there_are(bad, counted):
+    layers = [make_layer(3, 150, 140), make_layer(2, 20, 10)]
+    _, counts = rewrite(layers, bad, **counted)
+    assert counts == [counted.get("steps", 0), bad * counted.get("skips", 0), 0, 0, 0]
 
 
 def test_refuses_what_it_cannot_read():
     layer = make_layer(8, 50, 40)
-    bad = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    flags = flags_for([layer])
     with pytest.raises(ValueError, match="1 to 64 rows, got 65"):
-        prepare_dense([make_layer(65, 5, 4)], bad)
+        DenseStep([make_layer(65, 5, 4)], flags)
     with pytest.raises(ValueError, match="side by side"):
-        prepare_dense([layer._replace(inputs=layer.inputs.mT.contiguous().mT)], bad)
+        DenseStep([layer._replace(inputs=layer.inputs.mT.contiguous().mT)], flags)
     with pytest.raises(ValueError, match="do not fit together"):
-        prepare_dense([layer._replace(inputs=layer.inputs[:, :9])], bad)
+        DenseStep([layer._replace(inputs=layer.inputs[:, :9])], flags)
     with pytest.raises(TypeError, match="must be float32"):
-        prepare_dense([layer._replace(inputs=layer.inputs.double())], bad)
+        DenseStep([layer._replace(inputs=layer.inputs.double())], flags)

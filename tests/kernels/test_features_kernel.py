@@ -41,12 +41,13 @@ def shortened(layer):
     return layer.scale * gradient(layer).double() / layer.status[:2].double().sum()
 
 
-def rewrite(layers, bad=0):
+def rewrite(layers, bad=0, **counted):
     """Runs both halves; returns what ``bad`` and the counts hold then."""
     flag = torch.tensor([bad], dtype=torch.int32, device=DEVICE)
-    counts = torch.tensor([10, 20, 30], device=DEVICE)
-    write_features(prepare_features(layers, flag), counts)
-    return flag.item(), [count - base for count, base in zip(counts.tolist(), (10, 20, 30), strict=True)]
+    before = (10, 20, 30, 40, 50)
+    counts = torch.tensor(before, device=DEVICE)
+    write_features(prepare_features(layers, flag), counts, **counted)
+    return flag.item(), [count - base for count, base in zip(counts.tolist(), before, strict=True)]
 
 
 def assert_close(layer, wanted, tolerance=3e-6):
@@ -75,7 +76,7 @@ def test_float64_reference(name, tile, monkeypatch):
     monkeypatch.setattr(features, "_SMALL", getattr(features, tile))
     layers = [make_layer(o, *shape, **options, seed=seed) for seed, (o, shape, options) in enumerate(SETS[name])]
     wanted = [reference(layer) for layer in layers]
-    assert rewrite(layers) == (0, [0, 0, 0])
+    assert rewrite(layers) == (0, [0, 0, 0, 0, 0])
     for layer, right in zip(layers, wanted, strict=True):
         assert_close(layer, right)
 
@@ -94,7 +95,7 @@ def test_only_the_triangle_is_read():
     right = reference(layer)
     rows, columns = torch.triu_indices(51, 51, offset=1)
     layer.inverse_factor[rows, columns] = float("nan")
-    assert rewrite([layer]) == (0, [0, 0, 0])
+    assert rewrite([layer]) == (0, [0, 0, 0, 0, 0])
     assert_close(layer, right)
 
 
@@ -110,7 +111,7 @@ def test_layers_with_raised_pivots_are_counted_once():
     for layer, raised in zip(layers, (2.0, 0.0, 1.0), strict=True):
         layer.status[3] = raised
     wanted = [reference(layer) for layer in layers]
-    assert rewrite(layers) == (0, [2, 0, 0])
+    assert rewrite(layers) == (0, [0, 0, 2, 0, 0])
     for layer, right in zip(layers, wanted, strict=True):
         assert_close(layer, right)
 
@@ -120,7 +121,7 @@ def test_a_layer_without_a_factor_falls_back():
     lost.status[3] = 5.0  # pivots were raised before it failed: that is no rescue
     kept = make_layer(9, 30)
     wanted = shortened(lost), reference(kept)
-    assert rewrite([lost, kept]) == (0, [0, 1, 0])
+    assert rewrite([lost, kept]) == (0, [0, 0, 0, 1, 0])
     assert_close(lost, wanted[0])
     assert_close(kept, wanted[1])
 
@@ -131,7 +132,7 @@ def test_a_layer_without_a_factor_falls_back():
 def test_not_finite_anywhere_zeroes_all(place, value, ok):
     layers = [make_layer(40, 50, ok=ok), make_layer(9, 4, 3, 3, channels_last=True, bias=False)]
     getattr(layers[0], place).view(-1)[0] = value
-    assert rewrite(layers) == (1, [0, 0, 0])
+    assert rewrite(layers) == (1, [0, 0, 0, 0, 0])
     for layer in layers:
         assert not gradient(layer).any()
 
@@ -140,20 +141,20 @@ def test_a_product_that_overflows_zeroes_all():
     layers = [make_layer(4, 5), make_layer(9, 20)]
     layers[0].weight_grad.fill_(1e30)
     layers[0].inverse_factor.mul_(1e30)
-    assert rewrite(layers) == (1, [0, 0, 0])
+    assert rewrite(layers) == (1, [0, 0, 0, 0, 0])
     for layer in layers:
         assert not gradient(layer).any()
 
 
 def test_bad_beforehand_zeroes_all():
     layers = [make_layer(40, 50), make_layer(9, 20, ok=False)]
-    assert rewrite(layers, bad=1) == (1, [0, 0, 0])
+    assert rewrite(layers, bad=1) == (1, [0, 0, 0, 0, 0])
     for layer in layers:
         assert not gradient(layer).any()
 
 
 def test_no_layers():
-    assert rewrite([]) == (0, [0, 0, 0])
+    assert rewrite([]) == (0, [0, 0, 0, 0, 0])
 
 
 def test_refuses_what_it_cannot_read():
@@ -165,3 +166,11 @@ def test_refuses_what_it_cannot_read():
         prepare_features([layer._replace(weight_grad=layer.weight_grad.mT)], bad)
     with pytest.raises(TypeError, match="must be float32"):
         prepare_features([layer._replace(status=layer.status.double())], bad)
+
+
+@pytest.mark.parametrize("counted", [{}, {"steps": 1}, {"skips": 1}, {"steps": 1, "skips": 1}])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_step_is_counted_once_however_many_layers_there_are(bad, counted):
+    layers = [make_layer(10, 64), make_layer(40, 9)]
+    _, counts = rewrite(layers, bad, **counted)
+    assert counts == [counted.get("steps", 0), bad * counted.get("skips", 0), 0, 0, 0]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import consequent
+from consequent.counters import NAMES
 from consequent.inverse_factor import InverseFactor
 from consequent.settings import Damping
 
@@ -65,9 +66,9 @@ def corrected_together(model, damping, *, change=None, bad=None, keeps_moment=Tr
             record.moment = record.moment if keeps_moment else None
         assert fused.take(record, damping, 8.0)
     assert sorted(fused.sides.values()) == ["features", "samples", "samples", "samples"]
-    counts = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    counts = torch.zeros(len(NAMES), dtype=torch.int64, device=DEVICE)
     is_bad = bool(fused.prepare())
-    fused.write(counts)
+    fused.write(counts, counts_step=True, counts_skip=True)
     return {name: p.grad.clone() for name, p in model.named_parameters()}, counts.tolist(), is_bad
 
 
@@ -93,7 +94,7 @@ def test_kernels_do_what_the_plain_form_does(damping, change, keeps_moment):
     expected = corrected_one_by_one(copy.deepcopy(model), damping, change)
     actual, counts, is_bad = corrected_together(model, damping, change=change, keeps_moment=keeps_moment)
     assert not is_bad
-    assert counts == [0, 0, 0]
+    assert counts == [1, 0, 0, 0, 0]
     for name, gradient in expected.items():
         # The first layer's inputs are rounded to TF32 on a GPU.
         tolerance = 1e-3 if name.startswith("0.") and DEVICE.type == "cuda" else 2e-5
@@ -104,7 +105,7 @@ def test_kernels_do_what_the_plain_form_does(damping, change, keeps_moment):
 def test_nothing_is_written_but_zeros_where_a_batch_is_not_finite(bad):
     gradients, counts, is_bad = corrected_together(network(), Damping(0.1), bad=bad)
     assert is_bad
-    assert counts == [0, 0, 0]
+    assert counts == [1, 1, 0, 0, 0]
     assert all(not gradient.any() for gradient in gradients.values())
 
 
@@ -114,7 +115,7 @@ def test_an_edited_gradient_is_shortened_and_counted():
 
     _, counts, is_bad = corrected_together(network(), Damping(0.1), change=edited)
     assert not is_bad
-    assert counts == [0, 0, 1]
+    assert counts == [1, 0, 0, 0, 1]
 
 
 def test_what_kernels_do_not_take():

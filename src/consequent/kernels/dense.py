@@ -1,31 +1,35 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The sample side of all dense layers of a step, in three launches and a table.
+"""The sample side of all dense layers of a step, in five launches and a table.
 
 For every layer ``K = X Xᵀ + λI``, ``A = K⁻¹ ΔZ``, and then ``s c Aᵀ X`` in the place of the gradient, where c is the
 scalar by which what is in ``.grad`` differs from ``ΔZᵀX``: see :mod:`consequent.ridge` and :mod:`consequent.update`,
 which do the same with a few dozen torch calls per layer.
 
-=========  ===========================================================================================================
-launch     what its programs do
-=========  ===========================================================================================================
-``scan``   some sum up parts of ``X Xᵀ`` and of the probes ``X v`` and ``ΔZ u``; the others meanwhile read the
-           gradient G for the probes ``u G v``
-``solve``  one finds c from the probes; the others factorise K, each a single warp, and compute A for some outputs
-``write``  ``s c Aᵀ X`` over all tiles of all gradients
-=========  ===========================================================================================================
+==========  ==========================================================================================================
+launch      what its programs do
+==========  ==========================================================================================================
+``gram``    parts of ``X Xᵀ``, and of the probes ``X v``
+``factor``  one for each layer sums the parts up and factorises K
+``solve``   A for some outputs, and their part of the probes ``ΔZ u``
+``look``    each reads a part of the gradient G for the probes ``u G v``; the last one finds c from all probes
+``write``   ``s c Aᵀ X`` over all tiles of all gradients
+==========  ==========================================================================================================
+
+The first two need inputs alone, the third no gradient of a weight: in a CUDA graph they run beside the forward and the
+backward pass.
 
 Partial sums lie in a scratch buffer and are added in a fixed order: the results are bitwise reproducible.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from consequent.kernels.counting import EDITED, FALLEN_BACK, count, count_step
 from consequent.kernels.launch import launch
 from consequent.kernels.table import (
     aligned_floats_at,
@@ -41,25 +45,28 @@ from consequent.kernels.table import (
     low_int,
 )
 
-__all__ = ["MOST_ROWS", "DenseLayer", "PreparedDense", "prepare_dense", "write_dense"]
+__all__ = ["MOST_ROWS", "DenseLayer", "DenseStep"]
 
 MOST_ROWS = 64
 PRECISION = "tf32x3"  # of matrix products: about that of float32; "ieee" is float32 itself, without tensor cores
 
 _FIELDS = tl.constexpr(10)  # entries of the table per layer
-_PARTS = tl.constexpr(12)  # into which the columns of X and of ΔZ are cut
+_PARTS = tl.constexpr(12)  # into which the columns of X are cut
+_MOST_SOLVERS = tl.constexpr(32)  # programs that share the outputs of a layer
 _PROBES = tl.constexpr(4)
 _MOST_SHARES = tl.constexpr(512)  # of one gradient
 _STATUS = tl.constexpr(16)  # trace, λ, whether K could be factorised, c, whether the gradient was edited
-_SCAN_COLUMNS = tl.constexpr(64)
+_GRAM_COLUMNS = tl.constexpr(64)
 _LEAST_BLOCKS = tl.constexpr(2)  # of so many columns in a part
 _STRIP = tl.constexpr(8)  # rows of a tile that are probed at once
 _NO_SUM_OVERFLOWS = tl.constexpr(1e36)  # sums of a hundred such numbers are finite
 _ROUNDING = tl.constexpr(
     4 * torch.finfo(torch.float32).eps
 )  # of one step of elimination, approximate divisions included
-_PROBE_TILE, _WRITE_TILE = (64, 128), (64, 64)  # outputs, features
-_SCAN_OPTIONS = {"num_warps": 4, "num_stages": 1}
+_PROBE_TILE, _WRITE_TILE = (64, 128), (32, 128)  # outputs, features
+_GRAM_OPTIONS = {"num_warps": 4, "num_stages": 1}
+_SOLVE_OPTIONS = {"num_warps": 4, "num_stages": 1}
+_LOOK_OPTIONS = {"num_warps": 4, "num_stages": 1}
 _WRITE_OPTIONS = {"num_warps": 4, "num_stages": 1}
 _PROBERS = _MOST_SHARES.value  # programs for all gradients together: about what a large GPU runs at once
 _WRITERS = 528
@@ -78,72 +85,65 @@ class DenseLayer(NamedTuple):
     tolerance: float  # how far the gradient may be from c ΔZᵀX by rounding, in units of ``‖ΔZ u‖ ‖X v‖``
 
 
-@dataclass
-class PreparedDense:
-    """What :func:`write_dense` needs; keeps alive what the table points to."""
-
-    layers: Sequence[DenseLayer]
-    table: Tensor
-    scratch: Tensor
-    bad: Tensor
-    block_rows: int
-    aligned: bool
-
-
-def prepare_dense(layers: Sequence[DenseLayer], bad: Tensor) -> PreparedDense:
-    """Solve for all layers; their gradients are read and not yet written.
+class DenseStep:
+    """The launches for all layers, one by one. Keeps alive what the table points to.
 
     Args:
-        layers: all on one device.
-        bad: int32 of one element; becomes 1 if a layer's trace, solution or gradient is not finite.
+        layers: all on one device, at least one.
+        flags: int32, zeros, one element more than there are layers. The first becomes 1 if a layer's trace, solution or
+            gradient is not finite, and others may set it as well before :meth:`write`.
     """
-    device = bad.device
-    block_rows = max([16, *(triton.next_power_of_2(layer.inputs.shape[0]) for layer in layers)])
-    values, floats, aligned = _table_of(layers, block_rows)
-    scratch = torch.empty(floats, dtype=torch.float32, device=device)
-    with device_guard(device):
-        table = device_table(values, device, key="dense")
-        if layers:
-            outputs = max(layer.weight_grad.shape[0] for layer in layers)
-            widest = max(outputs, *(layer.weight_grad.shape[1] for layer in layers))
-            parts = min(-(-widest // (_LEAST_BLOCKS.value * _SCAN_COLUMNS.value)), _PARTS.value)
-            share, probers = _shares(layers, _PROBE_TILE, _PROBERS)
-            launch(
-                _scan,
-                (len(layers), 2 * parts + probers, 1),
-                (table, scratch, bad, parts, share),
-                (*_PROBE_TILE, block_rows, PRECISION, aligned),
-                **_SCAN_OPTIONS,
-            )
-            launch(
-                _solve,
-                (len(layers), 1 + -(-outputs // block_rows), 1),
-                (table, scratch, bad, share),
-                (*_PROBE_TILE, block_rows, PRECISION),
-                num_warps=1 if block_rows <= 32 else 4,
-            )
-    return PreparedDense(layers, table, scratch, bad, block_rows, aligned)
 
+    def __init__(self, layers: Sequence[DenseLayer], flags: Tensor) -> None:
+        self._layers = layers
+        self._flags = flags
+        self._block_rows = max([16, *(triton.next_power_of_2(layer.inputs.shape[0]) for layer in layers)])
+        values, floats, self._aligned = _table_of(layers, self._block_rows)
+        self._scratch = torch.empty(floats, dtype=torch.float32, device=flags.device)
+        with device_guard(flags.device):
+            self._table = device_table(values, flags.device, key="dense")
 
-def write_dense(prepared: PreparedDense, counts: Tensor) -> None:
-    """Write the gradients of all layers, or zeros into all of them if ``bad`` is set by now.
+    def factorise(self) -> None:
+        """The Gram matrices, whose factors stand for them from now on. Reads the inputs alone."""
+        widest = max(layer.weight_grad.shape[1] for layer in self._layers)
+        parts = min(-(-widest // (_LEAST_BLOCKS.value * _GRAM_COLUMNS.value)), _PARTS.value)
+        self._launch(_gram, parts, (), (self._block_rows, PRECISION), **_GRAM_OPTIONS)
+        warps = 1 if self._block_rows <= 32 else 4
+        self._launch(_factor, 1, (self._flags,), (self._block_rows,), num_warps=warps)
 
-    Args:
-        prepared: by :func:`prepare_dense`.
-        counts: int64 of three elements, the last two of which are added to: layers whose matrix could not be
-            factorised, and layers whose gradient is no multiple of ``ΔZᵀX``. Both get ``s G / (trace + λ)``.
-    """
-    if not prepared.layers:
-        return
-    share, writers = _shares(prepared.layers, _WRITE_TILE, _WRITERS)
-    with device_guard(prepared.bad.device):
-        launch(
-            _write,
-            (len(prepared.layers), writers, 1),
-            (prepared.table, prepared.scratch, prepared.bad, counts, share),
-            (*_WRITE_TILE, prepared.block_rows, PRECISION, prepared.aligned),
-            **_WRITE_OPTIONS,
-        )
+    def solve(self) -> None:
+        """The solutions, and the probes of the output gradients; after :meth:`factorise`."""
+        outputs = max(layer.weight_grad.shape[0] for layer in self._layers)
+        solvers = min(-(-outputs // self._block_rows), _MOST_SOLVERS.value)
+        self._launch(_solve, solvers, (self._flags,), (self._block_rows, PRECISION), **_SOLVE_OPTIONS)
+
+    def look(self) -> None:
+        """Find out what became of the gradients since the backward pass, which are only read; after :meth:`solve`."""
+        share, probers = _shares(self._layers, _PROBE_TILE, _PROBERS)
+        constants = (*_PROBE_TILE, self._block_rows, self._aligned)
+        self._launch(_look, probers, (self._flags, share), constants, **_LOOK_OPTIONS)
+
+    def write(self, counts: Tensor, *, steps: int = 0, skips: int = 0) -> None:
+        """Write the gradients of all layers, or zeros into all of them if the first flag is set; after all others.
+
+        Args:
+            counts: int64 of five elements that are added to, see :data:`consequent.counters.NAMES`. Layers whose
+                matrix could not be factorised, and layers whose gradient is no multiple of ``ΔZᵀX``, are counted; both
+                get ``s G / (trace + λ)``.
+            steps: added to the first count.
+            skips: added to the second one if the first flag is set.
+        """
+        share, writers = _shares(self._layers, _WRITE_TILE, _WRITERS)
+        constants = (*_WRITE_TILE, self._block_rows, PRECISION, self._aligned)
+        self._launch(_write, writers, (self._flags, counts, share, steps, skips), constants, **_WRITE_OPTIONS)
+
+    def _launch(
+        self, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], **options: Any
+    ) -> None:
+        """Launch so many programs for each layer."""
+        with device_guard(self._flags.device):
+            grid = (len(self._layers), programs, 1)
+            launch(kernel, grid, (self._table, self._scratch, *arguments), constants, **options)
 
 
 def _shares(layers: Sequence[DenseLayer], tile: tuple[int, int], programs: int) -> tuple[int, int]:
@@ -204,28 +204,43 @@ def _checked_shape(layer: DenseLayer) -> tuple[int, int, int]:
 
 def _section(block_rows: int) -> int:
     """Floats of scratch per layer, the solution aside; as the kernels' own ``_*_at`` have it."""
-    parts = _PARTS.value * (block_rows * block_rows + 2 * block_rows * _PROBES.value)
-    floats: int = parts + _MOST_SHARES.value * _PROBES.value + _STATUS.value
+    square, probes = block_rows * block_rows, block_rows * _PROBES.value
+    floats: int = _PARTS.value * (square + probes) + square + block_rows
+    floats += _MOST_SOLVERS.value * probes + _MOST_SHARES.value * _PROBES.value + _STATUS.value
     return floats
 
 
 @triton.jit
 def _section_of(scratch, layer, BLOCK_N: tl.constexpr):
     """Where a layer's scratch begins: first the parts of the Gram matrix."""
-    SECTION: tl.constexpr = _PARTS * (BLOCK_N * BLOCK_N + 2 * BLOCK_N * _PROBES) + _MOST_SHARES * _PROBES + _STATUS
-    return scratch + layer.to(tl.int64) * SECTION
+    PARTS: tl.constexpr = _PARTS * (BLOCK_N * BLOCK_N + BLOCK_N * _PROBES)
+    FACTOR: tl.constexpr = BLOCK_N * BLOCK_N + BLOCK_N
+    FOUND: tl.constexpr = _MOST_SOLVERS * BLOCK_N * _PROBES + _MOST_SHARES * _PROBES
+    return scratch + layer.to(tl.int64) * (PARTS + FACTOR + FOUND + _STATUS)
 
 
 @triton.jit
-def _sums_at(section, BLOCK_N: tl.constexpr):
-    """The parts of ``X v``, then those of ``ΔZ u``."""
+def _right_at(section, BLOCK_N: tl.constexpr):
+    """The parts of ``X v``."""
     return section + _PARTS * BLOCK_N * BLOCK_N
+
+
+@triton.jit
+def _factor_at(section, BLOCK_N: tl.constexpr):
+    """V, row after row, then the pivots."""
+    return _right_at(section, BLOCK_N) + _PARTS * BLOCK_N * _PROBES
+
+
+@triton.jit
+def _left_at(section, BLOCK_N: tl.constexpr):
+    """The parts of ``ΔZ u``."""
+    return _factor_at(section, BLOCK_N) + BLOCK_N * BLOCK_N + BLOCK_N
 
 
 @triton.jit
 def _found_at(section, BLOCK_N: tl.constexpr):
     """The shares of ``u G v``."""
-    return _sums_at(section, BLOCK_N) + _PARTS * 2 * BLOCK_N * _PROBES
+    return _left_at(section, BLOCK_N) + _MOST_SOLVERS * BLOCK_N * _PROBES
 
 
 @triton.jit
@@ -255,92 +270,55 @@ def _is_finite(values):
 @triton.jit
 def _chunk(columns):
     """How many columns a part has: never so few that summing up the parts would be the greater work."""
-    blocks = tl.cdiv(tl.cdiv(columns, _PARTS), _SCAN_COLUMNS)
-    return tl.maximum(blocks, _LEAST_BLOCKS) * _SCAN_COLUMNS
+    blocks = tl.cdiv(tl.cdiv(columns, _PARTS), _GRAM_COLUMNS)
+    return tl.maximum(blocks, _LEAST_BLOCKS) * _GRAM_COLUMNS
 
 
-@triton.jit(do_not_specialize=["table", "scratch", "bad", "parts", "share"])
-def _scan(
-    table,
-    scratch,
-    bad,
-    parts: tl.int32,
-    share: tl.int32,
-    TILE_O: tl.constexpr,
-    TILE_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    layer, program = tl.program_id(0), tl.program_id(1)
+@triton.jit(do_not_specialize=["table", "scratch"])
+def _gram(table, scratch, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+    """Some columns of X: their share of ``X Xᵀ`` and of the probes."""
+    layer, part = tl.program_id(0), tl.program_id(1)
     entry = table + layer * _FIELDS
     section = _section_of(scratch, layer, BLOCK_N)
-    if program < 2 * parts:
-        _sum_part(entry, section, program % parts, program // parts, BLOCK_N, PRECISION)
-    else:
-        _probe(entry, _found_at(section, BLOCK_N), bad, program - 2 * parts, share, TILE_O, TILE_D, ALIGNED)
-
-
-@triton.jit
-def _sum_part(entry, section, part, family, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
-    """Some columns of X (family 0) or of ΔZ (family 1): their share of ``X Xᵀ`` and of the probes."""
-    shape, widths, more = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
-    rows = low_int(shape)
-    matrix = floats_at(tl.load(entry + family))
-    columns = tl.where(family == 1, low_int(widths), high_int(shape))
-    stride = tl.where(family == 1, low_int(more), high_int(widths))
-    chunk = _chunk(columns)
+    shape, widths = tl.load(entry + 4), tl.load(entry + 5)
+    rows, features = low_int(shape), high_int(shape)
+    chunk = _chunk(features)
     start = part * chunk
-    if start < columns:
+    if start < features:
         n = tl.arange(0, BLOCK_N)
-        d = tl.arange(0, _SCAN_COLUMNS)
+        d = tl.arange(0, _GRAM_COLUMNS)
         gram = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
         probe = tl.arange(0, 16)  # more than are used: the least a product takes
         sums = tl.zeros((BLOCK_N, 16), tl.float32)
-        row = matrix + n[:, None].to(tl.int64) * stride
-        for first in range(start, tl.minimum(start + chunk, columns), _SCAN_COLUMNS):
-            x = tl.load(row + (first + d)[None, :], (n < rows)[:, None] & (first + d < columns)[None, :], other=0.0)
-            signs = _sign(_random_bits(first + d, family.to(tl.uint32))[:, None], probe[None, :])
+        row = floats_at(tl.load(entry)) + n[:, None].to(tl.int64) * high_int(widths)
+        for first in range(start, tl.minimum(start + chunk, features), _GRAM_COLUMNS):
+            x = tl.load(row + (first + d)[None, :], (n < rows)[:, None] & (first + d < features)[None, :], other=0.0)
+            signs = _sign(_random_bits(first + d, 0)[:, None], probe[None, :])
             gram = tl.dot(x, tl.trans(x), gram, input_precision=PRECISION)
             sums = tl.dot(x, signs, sums, input_precision=PRECISION)
-        if family == 0:
-            tl.store(section + part * BLOCK_N * BLOCK_N + n[:, None] * BLOCK_N + n[None, :], gram)
-        place = _sums_at(section, BLOCK_N) + (family * _PARTS + part) * BLOCK_N * _PROBES
+        tl.store(section + part * BLOCK_N * BLOCK_N + n[:, None] * BLOCK_N + n[None, :], gram)
+        place = _right_at(section, BLOCK_N) + part * BLOCK_N * _PROBES
         tl.store(place + n[:, None] * _PROBES + probe[None, :], sums, (probe < _PROBES)[None, :])
 
 
-@triton.jit(do_not_specialize=["table", "scratch", "bad", "share"])
-def _solve(
-    table,
-    scratch,
-    bad,
-    share: tl.int32,
-    TILE_O: tl.constexpr,
-    TILE_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The first program of a layer looks at its probes, each other one solves for ``BLOCK_N`` of the outputs."""
-    layer, program = tl.program_id(0), tl.program_id(1)
+@triton.jit(do_not_specialize=["table", "scratch", "flags"])
+def _factor(table, scratch, flags, BLOCK_N: tl.constexpr):
+    """The factors of ``K = X Xᵀ + λI`` for one layer."""
+    layer = tl.program_id(0)
     entry = table + layer * _FIELDS
     section = _section_of(scratch, layer, BLOCK_N)
-    if program == 0:
-        _compare(entry, section, share, TILE_O, TILE_D, BLOCK_N)
-    elif (program - 1) * BLOCK_N < low_int(tl.load(entry + 5)):
-        solution = aligned_floats_at(tl.load(entry + 9) * 4 + scratch.to(tl.int64))
-        _solve_outputs(entry, section, solution, bad, program - 1, BLOCK_N, PRECISION)
-
-
-@triton.jit
-def _solve_outputs(entry, section, solution, bad, program, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
-    """``A = K⁻¹ ΔZ`` for some of the outputs, stored output by output; every program factorises K for itself."""
-    shape, widths, more = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
-    rows, features, outputs = low_int(shape), high_int(shape), low_int(widths)
+    shape, more = tl.load(entry + 4), tl.load(entry + 6)
+    rows, features = low_int(shape), high_int(shape)
     n = tl.arange(0, BLOCK_N)
-    o = program * BLOCK_N + n
-    output_grads = floats_at(tl.load(entry + 1)) + n[:, None].to(tl.int64) * low_int(more)
-    wanted = tl.load(output_grads + o[None, :], (n < rows)[:, None] & (o < outputs)[None, :], other=0.0)
-    gram = _gram(section, rows, features, tl.load(entry + 3) != 0, BLOCK_N)
+    square = n[:, None] * BLOCK_N + n[None, :]
+    parts = tl.cdiv(features, _chunk(features))
+    gram = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
+    for part in tl.static_range(_PARTS):
+        there = n[:, None] < tl.where(part < parts, BLOCK_N, 0)
+        gram += tl.load(section + part * BLOCK_N * BLOCK_N + square, mask=there, other=0.0)
+    inside = (n < rows)[:, None] & (n < rows)[None, :]
+    gram += tl.where(inside & (tl.load(entry + 3) != 0), 1.0, 0.0)
+
     on_diagonal = n[:, None] == n[None, :]
     trace = tl.sum(tl.sum(tl.where(on_diagonal, gram, 0.0), 1), 0)
     damping = low_float(tl.load(entry + 7))
@@ -348,30 +326,51 @@ def _solve_outputs(entry, section, solution, bad, program, BLOCK_N: tl.constexpr
     level = tl.where((high_int(more) != 0) & (damping > 0), relative, damping)
     K = gram + tl.where(on_diagonal, tl.where((n < rows)[:, None], level, 1.0), 0.0)
     V, pivots, ok = _factorised(K, rows, BLOCK_N)
-    halfway = tl.dot(V, wanted, input_precision=PRECISION) / pivots[:, None]
-    A = tl.dot(tl.trans(V), halfway, input_precision=PRECISION)
-    tl.store(solution + o[None, :].to(tl.int64) * BLOCK_N + n[:, None], A, (o < outputs)[None, :])
-    infinite = tl.sum(tl.sum((_is_finite(A) == 0).to(tl.int32), 1), 0)
-    if (_is_finite(trace) == 0) | (ok & (infinite > 0)):
-        tl.store(bad, 1)
-    if program == 0:
-        status = _status_at(section, BLOCK_N)
-        tl.store(status, trace)
-        tl.store(status + 1, level)
-        tl.store(status + 2, ok.to(tl.float32))
+    factor = _factor_at(section, BLOCK_N)
+    tl.store(factor + square, V)
+    tl.store(factor + BLOCK_N * BLOCK_N + n, pivots)
+    status = _status_at(section, BLOCK_N)
+    tl.store(status, trace)
+    tl.store(status + 1, level)
+    tl.store(status + 2, ok.to(tl.float32))
+    if _is_finite(trace) == 0:
+        tl.store(flags, 1)
 
 
-@triton.jit
-def _gram(section, rows, features, has_bias, BLOCK_N: tl.constexpr):
+@triton.jit(do_not_specialize=["table", "scratch", "flags"])
+def _solve(table, scratch, flags, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+    """``A = K⁻¹ ΔZ`` for some of the outputs, stored output by output, and their part of the probes ``ΔZ u``."""
+    layer, program = tl.program_id(0), tl.program_id(1)
+    entry = table + layer * _FIELDS
+    outputs = low_int(tl.load(entry + 5))
+    blocks = tl.cdiv(outputs, BLOCK_N)
+    solvers = tl.minimum(blocks, _MOST_SOLVERS)
+    if program >= solvers:
+        return
+    section = _section_of(scratch, layer, BLOCK_N)
+    solution = aligned_floats_at(tl.load(entry + 9) * 4 + scratch.to(tl.int64))
+    rows = low_int(tl.load(entry + 4))
     n = tl.arange(0, BLOCK_N)
-    square = section + n[:, None] * BLOCK_N + n[None, :]
-    parts = tl.cdiv(features, _chunk(features))
-    gram = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
-    for part in tl.static_range(_PARTS):
-        there = n[:, None] < tl.where(part < parts, BLOCK_N, 0)
-        gram += tl.load(square + part * BLOCK_N * BLOCK_N, mask=there, other=0.0)
-    inside = (n < rows)[:, None] & (n < rows)[None, :]
-    return gram + tl.where(inside & has_bias, 1.0, 0.0)
+    row = floats_at(tl.load(entry + 1)) + n[:, None].to(tl.int64) * low_int(tl.load(entry + 6))
+    factor = _factor_at(section, BLOCK_N)
+    V = tl.load(factor + n[:, None] * BLOCK_N + n[None, :])
+    pivots = tl.load(factor + BLOCK_N * BLOCK_N + n)
+    probe = tl.arange(0, 16)
+    sums = tl.zeros((BLOCK_N, 16), tl.float32)
+    infinite = 0
+    for block in range(program, blocks, solvers):
+        o = block * BLOCK_N + n
+        wanted = tl.load(row + o[None, :], (n < rows)[:, None] & (o < outputs)[None, :], other=0.0)
+        halfway = tl.dot(V, wanted, input_precision=PRECISION) / pivots[:, None]
+        A = tl.dot(tl.trans(V), halfway, input_precision=PRECISION)
+        tl.store(solution + o[None, :].to(tl.int64) * BLOCK_N + n[:, None], A, (o < outputs)[None, :])
+        signs = _sign(_random_bits(o, 1)[:, None], probe[None, :])
+        sums = tl.dot(wanted, signs, sums, input_precision=PRECISION)
+        infinite += tl.sum(tl.sum((_is_finite(A) == 0).to(tl.int32), 1), 0)
+    place = _left_at(section, BLOCK_N) + program * BLOCK_N * _PROBES
+    tl.store(place + n[:, None] * _PROBES + probe[None, :], sums, (probe < _PROBES)[None, :])
+    if (infinite > 0) & (tl.load(_status_at(section, BLOCK_N) + 2) != 0):
+        tl.store(flags, 1)
 
 
 @triton.jit
@@ -410,19 +409,19 @@ def _eliminated(M, pivots, k, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _compare(entry, section, share, TILE_O: tl.constexpr, TILE_D: tl.constexpr, BLOCK_N: tl.constexpr):
+def _compare(entry, section, shares, BLOCK_N: tl.constexpr):
     """The c with ``G = c ΔZᵀX`` by least squares over the probes, and whether most of them say that there is none."""
     shape = tl.load(entry + 4)
     rows, features, outputs = low_int(shape), high_int(shape), low_int(tl.load(entry + 5))
     tolerance = low_float(tl.load(entry + 8))
     probe = tl.arange(0, _PROBES)
-    found = _found(_found_at(section, BLOCK_N), tl.cdiv(tl.cdiv(features, TILE_D) * tl.cdiv(outputs, TILE_O), share))
-    sums = _sums_at(section, BLOCK_N)
-    right = _summed(sums, features, BLOCK_N)
+    found = _found(_found_at(section, BLOCK_N), shares)
+    right = _summed(_right_at(section, BLOCK_N), tl.cdiv(features, _chunk(features)), BLOCK_N)
     n = tl.arange(0, BLOCK_N)
     has_one = n < tl.where(tl.load(entry + 3) != 0, rows, 0)
     right += tl.where(has_one[:, None], _sign(_random_bits(features, 0), probe[None, :]), 0.0)
-    left = _summed(sums + _PARTS * BLOCK_N * _PROBES, outputs, BLOCK_N)
+    solvers = tl.minimum(tl.cdiv(outputs, BLOCK_N), _MOST_SOLVERS)
+    left = _summed(_left_at(section, BLOCK_N), solvers, BLOCK_N)
     expected = tl.sum(left * right, 0)
     sizes = tl.sqrt(tl.sum(left * left, 0)) * tl.sqrt(tl.sum(right * right, 0))
     largest = tl.max(tl.abs(expected), 0)
@@ -448,21 +447,31 @@ def _found(shares, number):
 
 
 @triton.jit
-def _summed(parts, columns, BLOCK_N: tl.constexpr):
+def _summed(parts, number, BLOCK_N: tl.constexpr):
     """``X v`` or ``ΔZ u`` of every probe."""
     n = tl.arange(0, BLOCK_N)
     place = n[:, None] * _PROBES + tl.arange(0, _PROBES)[None, :]
-    number = tl.cdiv(columns, _chunk(columns))
     sums = tl.zeros((BLOCK_N, _PROBES), tl.float32)
-    for part in tl.static_range(_PARTS):
-        there = n[:, None] < tl.where(part < number, BLOCK_N, 0)
-        sums += tl.load(parts + part * BLOCK_N * _PROBES + place, mask=there, other=0.0)
+    for part in range(number):
+        sums += tl.load(parts + part * BLOCK_N * _PROBES + place)
     return sums
 
 
-@triton.jit
-def _probe(entry, found, bad, program, share, TILE_O: tl.constexpr, TILE_D: tl.constexpr, ALIGNED: tl.constexpr):
+@triton.jit(do_not_specialize=["table", "scratch", "flags", "share"])
+def _look(
+    table,
+    scratch,
+    flags,
+    share: tl.int32,
+    TILE_O: tl.constexpr,
+    TILE_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     """This program's share of ``u G v`` for every probe: some tiles of the gradient, each read once."""
+    layer, program = tl.program_id(0), tl.program_id(1)
+    entry = table + layer * _FIELDS
+    section = _section_of(scratch, layer, BLOCK_N)
     outputs, features = low_int(tl.load(entry + 5)), high_int(tl.load(entry + 4))
     bias_address = tl.load(entry + 3)
     gradient = floats_at(tl.load(entry + 2))
@@ -472,11 +481,13 @@ def _probe(entry, found, bad, program, share, TILE_O: tl.constexpr, TILE_D: tl.c
     tiles_across = tl.cdiv(features, TILE_D)
     tiles = tiles_across * tl.cdiv(outputs, TILE_O)
     programs = tl.cdiv(tiles, share)
+    if program >= programs:
+        return
     sum_0 = tl.zeros((_STRIP, TILE_D), tl.float32)
     sum_1 = tl.zeros((_STRIP, TILE_D), tl.float32)
     sum_2 = tl.zeros((_STRIP, TILE_D), tl.float32)
     sum_3 = tl.zeros((_STRIP, TILE_D), tl.float32)
-    for tile in range(program, tl.where(program < programs, tiles, 0), programs):
+    for tile in range(program, tiles, programs):
         d = tile % tiles_across * TILE_D + tl.arange(0, TILE_D)
         part_0 = tl.zeros((_STRIP, TILE_D), tl.float32)
         part_1 = tl.zeros((_STRIP, TILE_D), tl.float32)
@@ -502,10 +513,14 @@ def _probe(entry, found, bad, program, share, TILE_O: tl.constexpr, TILE_D: tl.c
     total = tl.where(probe == 3, tl.sum(tl.sum(sum_3, 1), 0), total)
     if (program == 0) & (bias_address != 0):
         total += _probed_bias(floats_at(bias_address), features, outputs)
-    if program < programs:
-        tl.store(found + program * _PROBES + probe, total)
-        if tl.sum((tl.abs(total) < _NO_SUM_OVERFLOWS).to(tl.int32), 0) < _PROBES:
-            tl.store(bad, 1)
+    tl.store(_found_at(section, BLOCK_N) + program * _PROBES + probe, total)
+    if tl.sum((tl.abs(total) < _NO_SUM_OVERFLOWS).to(tl.int32), 0) < _PROBES:
+        tl.store(flags, 1)
+    tl.debug_barrier()  # the whole program's part is there before it counts as done
+    done = tl.atomic_add(flags + 1 + layer, 1, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()
+    if done == programs - 1:
+        _compare(entry, section, programs, BLOCK_N)
 
 
 @triton.jit
@@ -520,13 +535,15 @@ def _probed_bias(bias_grad, features, outputs):
     return tl.sum(sums, 0) * _sign(_random_bits(features, 0), probe)
 
 
-@triton.jit(do_not_specialize=["table", "scratch", "bad", "counts", "share"])
+@triton.jit(do_not_specialize=["table", "scratch", "flags", "counts", "share", "steps", "skips"])
 def _write(
     table,
     scratch,
-    bad,
+    flags,
     counts,
     share: tl.int32,
+    steps: tl.int32,
+    skips: tl.int32,
     TILE_O: tl.constexpr,
     TILE_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -548,15 +565,17 @@ def _write(
     bias_grad = floats_at(bias_address)
     solution = aligned_floats_at(tl.load(entry + 9) * 4 + scratch.to(tl.int64))
     scale = high_float(tl.load(entry + 7))
-    is_bad = tl.load(bad) != 0
+    is_bad = tl.load(flags) != 0
     status = _status_at(_section_of(scratch, layer, BLOCK_N), BLOCK_N)
     shortening = scale / (tl.load(status) + tl.load(status + 1))
     ok = tl.load(status + 2) != 0
     factor = tl.load(status + 3)
     edited = tl.load(status + 4) != 0
+    if (program == 0) & (layer == 0):
+        count_step(counts, steps, skips, is_bad)
     if (program == 0) & (is_bad == 0):
-        tl.atomic_add(counts + 1, (ok == 0).to(tl.int64))
-        tl.atomic_add(counts + 2, edited.to(tl.int64))
+        count(counts, FALLEN_BACK, ok == 0)
+        count(counts, EDITED, edited)
 
     if ALIGNED:
         inputs, gradient = aligned_floats_at(tl.load(entry)), aligned_floats_at(tl.load(entry + 2))

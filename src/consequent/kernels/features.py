@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from consequent.kernels.counting import FALLEN_BACK, RESCUED, count, count_step
 from consequent.kernels.launch import launch
 from consequent.kernels.table import (
     device_guard,
@@ -103,13 +104,15 @@ def prepare_features(layers: Sequence[FeatureLayer], bad: Tensor) -> PreparedFea
     return PreparedFeatures(layers, table, scratch, bad, second, second.programs(shapes))
 
 
-def write_features(prepared: PreparedFeatures, counts: Tensor) -> None:
+def write_features(prepared: PreparedFeatures, counts: Tensor, *, steps: int = 0, skips: int = 0) -> None:
     """Write ``s Y W`` into the gradients of all layers, or zeros into all of them if ``bad`` is set by now.
 
     Args:
         prepared: by :func:`prepare_features`.
-        counts: int64 of three elements, the first two of which are added to: layers whose factor has raised pivots,
-            and layers without a factor, which get ``s G / (trace + λ)``.
+        counts: int64 of five elements that are added to, see :data:`consequent.counters.NAMES`. Layers whose factor
+            has raised pivots, and layers without a factor, which get ``s G / (trace + λ)``, are counted.
+        steps: added to the first count.
+        skips: added to the second one if ``bad`` is set.
     """
     if not prepared.layers:
         return
@@ -117,7 +120,7 @@ def write_features(prepared: PreparedFeatures, counts: Tensor) -> None:
         launch(
             _second_product,
             (len(prepared.layers), prepared.programs, 1),
-            (prepared.table, prepared.scratch, prepared.bad, counts),
+            (prepared.table, prepared.scratch, prepared.bad, counts, steps, skips),
             (*prepared.tiling[:3], PRECISION),
             num_stages=prepared.tiling.stages,
         )
@@ -201,9 +204,9 @@ def _first_product(
     """Some tiles of ``Y = G Wᵀ``: ``Y[o, i] = Σ_{j ≤ i} G[o, j] W[i, j]``."""
     layer, program = tl.program_id(0), tl.program_id(1)
     entry = table + layer * _FIELDS
-    shape, steps = tl.load(entry + 5), tl.load(entry + 6)
+    shape, strides = tl.load(entry + 5), tl.load(entry + 6)
     outputs, features = low_int(shape), high_int(shape)
-    taps, tap_stride, channel_stride = low_int(steps), high_int(steps), low_int(tl.load(entry + 7))
+    taps, tap_stride, channel_stride = low_int(strides), high_int(strides), low_int(tl.load(entry + 7))
     bias_address = tl.load(entry + 1)
     size = features + (bias_address != 0).to(tl.int32)
     tiles_down = tl.cdiv(outputs, BLOCK_O)
@@ -242,12 +245,14 @@ def _first_product(
             tl.store(bad, 1)
 
 
-@triton.jit(do_not_specialize=["table", "scratch", "bad", "counts"])
+@triton.jit(do_not_specialize=["table", "scratch", "bad", "counts", "steps", "skips"])
 def _second_product(
     table,
     scratch,
     bad,
     counts,
+    steps: tl.int32,
+    skips: tl.int32,
     BLOCK_O: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -256,9 +261,9 @@ def _second_product(
     """Some tiles of ``s Y W``: ``Σ_{i ≥ j} Y[o, i] W[i, j]``, written in the place of ``G[o, j]``."""
     layer, program = tl.program_id(0), tl.program_id(1)
     entry = table + layer * _FIELDS
-    shape, steps = tl.load(entry + 5), tl.load(entry + 6)
+    shape, strides = tl.load(entry + 5), tl.load(entry + 6)
     outputs, features = low_int(shape), high_int(shape)
-    taps, tap_stride, channel_stride = low_int(steps), high_int(steps), low_int(tl.load(entry + 7))
+    taps, tap_stride, channel_stride = low_int(strides), high_int(strides), low_int(tl.load(entry + 7))
     bias_address = tl.load(entry + 1)
     size = features + (bias_address != 0).to(tl.int32)
     tiles_down = tl.cdiv(outputs, BLOCK_O)
@@ -268,9 +273,11 @@ def _second_product(
     product = scratch + tl.load(entry + 4)
     scale = low_float(tl.load(entry + 8))
     ok, is_bad = tl.load(status + 2) != 0, tl.load(bad) != 0
+    if (program == 0) & (layer == 0):
+        count_step(counts, steps, skips, is_bad)
     if (program == 0) & (is_bad == 0):
-        tl.atomic_add(counts, (ok & (tl.load(status + 3) > 0)).to(tl.int64))
-        tl.atomic_add(counts + 1, (ok == 0).to(tl.int64))
+        count(counts, RESCUED, ok & (tl.load(status + 3) > 0))
+        count(counts, FALLEN_BACK, ok == 0)
     for tile in range(program, tiles_down * tiles_across, tl.num_programs(1)):
         first = tile // tiles_down * BLOCK_F  # the tiles with most to sum up begin
         o = tile % tiles_down * BLOCK_O + tl.arange(0, BLOCK_O)
