@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ class Groups:
         self._default = default
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._group_of: dict[Tensor, dict[str, Any]] = {}
+        self._seen: list[tuple[dict[str, Any], list[Tensor]]] = []  # the groups that this was made from
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -32,7 +34,11 @@ class Groups:
 
     def read_again(self) -> bool:
         """Look at the groups anew; whether they hold other parameters than before."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        optimizer = self.optimizer
+        groups = [] if optimizer is None else optimizer.param_groups
+        if len(groups) == len(self._seen) and all(map(_is_as_seen, groups, self._seen)):
+            return False
+        self._seen = [(group, list(group["params"])) for group in groups]
         known, self._group_of = self._group_of, {p: group for group in groups for p in group["params"]}
         return known.keys() != self._group_of.keys()
 
@@ -85,3 +91,10 @@ class Groups:
                 group.pop("relative_damping", None)
                 group["relative_damping" if default.relative else "damping"] = default.value
         self._default = default
+
+
+def _is_as_seen(group: dict[str, Any], seen: tuple[dict[str, Any], list[Tensor]]) -> bool:
+    """Whether it is the same group with the same parameters; asked often, and tensors are slow to look up."""
+    known, parameters = seen
+    now = group["params"]
+    return group is known and len(now) == len(parameters) and all(map(is_, now, parameters))
