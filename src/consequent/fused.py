@@ -4,8 +4,8 @@ The mathematics is that of :mod:`consequent.update`, whose plain-torch form is t
 few dozen launches, here all of them share a handful.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from consequent.explained import rounding
 from consequent.input_matrix import trained
 from consequent.record import Record
 from consequent.settings import Damping
-from consequent.streams import side_stream, switched_to
+from consequent.streams import Fork, side_stream, switched_to
 
 if TYPE_CHECKING:  # imported where they are needed: Triton is not everywhere
     from consequent.kernels.dense import DenseLayer, DenseStep
@@ -92,20 +92,19 @@ class FusedStep:
         Returns:
             int32 of one element, on the device: 1 if NaN or inf was met. Others may set it as well.
         """
-        aside = self._stream_aside()
-        training = None if aside is None else torch.cuda.current_stream(self.device)
-        _wait(aside, training, self._inputs_there)
-        with _on(aside):
+        aside = self._fork()
+        with nullcontext() if aside is None else switched_to(aside.stream):
             flags = torch.zeros(1 + len(self._dense), dtype=torch.int32, device=self.device)
             if self._dense:
                 from consequent.kernels.dense import DenseStep
 
                 self._dense_step = DenseStep(self._dense, flags)
                 self._dense_step.factorise()
-                _wait(aside, training, self._output_grads_there)
+                if aside is not None:
+                    aside.wait(self._output_grads_there)
                 self._dense_step.solve()
-        if aside is not None and training is not None:
-            training.wait_stream(aside)
+        if aside is not None:
+            aside.join()
         if self._dense_step is not None:
             self._dense_step.look()
         bad = flags[:1]
@@ -141,26 +140,11 @@ class FusedStep:
         torch.autograd.graph.increment_version([grad for grad in grads if grad is not None])
         return written
 
-    def _stream_aside(self) -> torch.cuda.Stream | None:
-        """For what needs no gradient of a weight: in a CUDA graph, a stream beside the passes."""
-        return side_stream(self.device, "samples") if self._dense and graph_is_being_captured() else None
-
-
-def _wait(
-    aside: torch.cuda.Stream | None, training: torch.cuda.Stream | None, events: list[torch.cuda.Event | None]
-) -> None:
-    """Let a stream wait for the events; where there is none, for all that the training stream was given so far."""
-    if aside is None or training is None:
-        return
-    try:
-        for event in events:
-            aside.wait_event(event or training.record_event())
-    except RuntimeError:  # the backward pass was captured in another graph
-        aside.wait_stream(training)
-
-
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    return nullcontext() if stream is None else switched_to(stream)
+    def _fork(self) -> Fork | None:
+        """In a CUDA graph, a stream for what needs no gradient of a weight, from where the inputs are there."""
+        if not self._dense or not graph_is_being_captured():
+            return None
+        return Fork(side_stream(self.device, "samples"), self._inputs_there)
 
 
 def fused_step_for(records: list[Record], *, may_wait: bool) -> FusedStep | None:

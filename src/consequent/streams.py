@@ -1,6 +1,6 @@
 """Streams of a GPU beside the one that trains."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any
@@ -39,3 +39,31 @@ def event_in_graph() -> torch.cuda.Event | None:
     There the host's order means nothing: who waits for the event, and is launched later, runs as soon as it happens.
     """
     return torch.cuda.current_stream().record_event() if graph_is_being_captured() else None
+
+
+class Fork:
+    """Another stream that runs beside the current one in a CUDA graph, from some events on.
+
+    Args:
+        stream: the other one.
+        events: of :func:`event_in_graph`; None stands for all that the current stream has been given so far.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, events: Sequence[torch.cuda.Event | None]) -> None:
+        self.stream = stream
+        self._origin = torch.cuda.current_stream(stream.device)
+        self._knows_events = True
+        try:
+            self.wait(events)
+        except RuntimeError:  # they happened in another graph, which has to run first as a whole
+            self._knows_events = False
+            stream.wait_stream(self._origin)
+
+    def wait(self, events: Sequence[torch.cuda.Event | None]) -> None:
+        """Let the other stream wait for more events."""
+        for event in events if self._knows_events else ():
+            self.stream.wait_event(event or self._origin.record_event())
+
+    def join(self) -> None:
+        """Let the original stream wait for the other one."""
+        self._origin.wait_stream(self.stream)
