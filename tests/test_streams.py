@@ -69,7 +69,11 @@ def test_switching_streams_comes_back_after_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
     monkeypatch.setattr(torch.cuda, "set_stream", current.append)
     before, other = current[0], SimpleNamespace(device_index=0)
-    with pytest.raises(ZeroDivisionError), streams.switched_to(other):
+
+    def fail_there():
         assert current[-1] is other
-        1 / 0  # noqa: B018
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), streams.switched_to(other):
+        fail_there()
     assert current[-1] is before

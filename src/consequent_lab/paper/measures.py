@@ -7,7 +7,7 @@ from itertools import pairwise
 
 Curve = Sequence[tuple[float, float]]  # where (iterations, seconds) and what was read there
 
-SHARP_DROP = 0.1  # of the first loss
+SHARP_DROP, READINGS_OF_A_DROP = 0.1, 5  # to such a part of the loss so many readings before
 
 
 def detour(path: Sequence[Sequence[float]]) -> float:
@@ -89,8 +89,16 @@ def first_above(curve: Curve, level: float) -> float | None:
 
 
 def sharp_drop(curve: Curve) -> float | None:
-    """Returns where the loss first falls below a tenth of its first reading, or None: the paper's sharp drop."""
-    return first_below(curve, SHARP_DROP * curve[0][1])
+    """Returns where the loss is first a tenth, or less, of what it was five readings before, or None.
+
+    The first reading, of a network that has learnt nothing, is not among them.
+
+    >>> sharp_drop([(0, 99.0), (1, 9.0), (2, 8.0), (3, 7.0), (4, 6.0), (5, 5.0), (6, 0.95), (7, 0.8), (8, 0.7)])
+    7
+    """
+    readings = curve[1:]
+    pairs = zip(readings, readings[READINGS_OF_A_DROP:], strict=False)
+    return next((place for (_, before), (place, value) in pairs if value <= SHARP_DROP * before), None)
 
 
 def stays_above(curve: Curve, level: float) -> float | None:

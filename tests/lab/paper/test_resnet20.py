@@ -1,8 +1,11 @@
 """Verdicts on ResNet-20, from both sides of their thresholds."""
 
+from dataclasses import replace
+
 import pytest
 from synthetic import by_reading, entry, kept
 
+from consequent_lab.paper.resnet20 import _headlines
 from consequent_lab.paper.resnet20_recipe import LABELS
 from consequent_lab.paper.resnet20_statements import statements
 from consequent_lab.train_config import TrainConfig
@@ -161,3 +164,20 @@ def test_time_to_a_high_accuracy():
     assert verdict(NESTEROV_IN_TIME, **runs, seconds=seconds | {"c_nesterov": 0.012}) == "does not hold"
     never = [0.9] * EPOCHS
     assert verdict(NESTEROV_IN_TIME, **runs | {"nesterov_bn": [run(accuracies=never)]}, seconds=seconds) == "holds"
+
+
+def test_runs_of_different_lengths_are_compared_after_an_epoch_that_all_have():
+    """A run's last reading may be in the midst of an epoch."""
+
+    def lines(last):
+        places = [*range(EPOCH, last + 1, EPOCH), *([last] if last % EPOCH else [])]
+        return [(at, {"epoch_loss": 1 / at, "test_accuracy": at / 1e4, "forgotten": 1}) for at in places]
+
+    entries = []
+    for label, last in (("C-SGD", 4 * EPOCH), ("SGD", 2 * EPOCH + 100)):
+        found = entry(label, kept(lines(last), config=CONFIG))
+        entries.append(replace(found, contestant=replace(found.contestant, headline=True)))
+    table = _headlines(entries)
+    assert "loss over the epoch until 1,000" in table.columns
+    for row in table.rows:
+        assert row[-3:] == ["0.001", "0.100", "2"]
