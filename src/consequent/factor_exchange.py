@@ -106,7 +106,7 @@ class FactorExchange:
         if not self._may_wait(moment):
             factor = inverse_factor(moment, level)
             return packed(factor.inverse), factor.status
-        cholesky = quick_cholesky(moment, level)
+        cholesky = quick_cholesky(moment, level, with_digits=False)
         if cholesky is None:
             return job.triangle, moment.new_full((job.groups, _STATUS), _IS_MOMENT)
         return packed(cholesky), moment.new_full((job.groups, _STATUS), _IS_CHOLESKY)

@@ -141,16 +141,22 @@ def damped_solve_or_fall_back(matrix: Tensor, right: Tensor, damping: float | Te
         return Solved(torch.where(failed[..., None, None], shortened, solution), fallen_back=int(failed.sum()))
 
 
-def quick_solve(matrix: Tensor, right: Tensor, damping: float | Tensor) -> Tensor | None:
+def quick_solve(matrix: Tensor, right: Tensor, damping: float | Tensor, *, with_digits: bool) -> Tensor | None:
     """``(matrix + λI)⁻¹ right`` where nothing is wrong, with few calls; None where anything is, or may be.
 
     The matrix is overwritten. Looks at the outcome: not for a busy GPU.
+
+    Args:
+        matrix: as in :func:`damped_solve_or_fall_back`.
+        right: as there.
+        damping: as there.
+        with_digits: whether a result that has lost nearly all of them counts as wrong: where another way has more.
     """
-    factor = quick_cholesky(matrix, damping)
+    factor = quick_cholesky(matrix, damping, with_digits=with_digits)
     return None if factor is None else torch.cholesky_solve(right, factor)
 
 
-def quick_cholesky(matrix: Tensor, damping: float | Tensor) -> Tensor | None:
+def quick_cholesky(matrix: Tensor, damping: float | Tensor, *, with_digits: bool) -> Tensor | None:
     """The Cholesky factor for :func:`quick_solve`; None where anything is wrong, or may be."""
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(damping[..., 0] if isinstance(damping, Tensor) else damping)
@@ -158,9 +164,9 @@ def quick_cholesky(matrix: Tensor, damping: float | Tensor) -> Tensor | None:
     factor, info = torch.linalg.cholesky_ex(matrix)
     if matrix.shape[-1] == 0 or any(info.tolist()):
         return None
-    if not all(keeps_digits(matrix, factor).tolist()):
-        return None
-    return factor
+    # Cholesky takes infinity for a good pivot.
+    is_good = keeps_digits(matrix, factor) if with_digits else factor.diagonal(dim1=-2, dim2=-1).sum(-1).isfinite()
+    return factor if all(is_good.tolist()) else None
 
 
 def keeps_digits(damped: Tensor, factor: Tensor) -> Tensor:

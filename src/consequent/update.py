@@ -93,7 +93,8 @@ def _on_feature_side(record: Record, damping: Damping, *, may_wait: bool) -> Upd
     level = damping.absolute(trace, record.rows)
     edited = not is_explained(record)
     if may_wait:
-        solution = quick_solve(moment, gradient.mT, level)  # overwrites the moment, which nobody needs after this
+        # Overwrites the moment, which nobody needs after this. What it has lost in digits is not to be had from it.
+        solution = quick_solve(moment, gradient.mT, level, with_digits=False)
         if solution is not None:
             return Update(record, "features", math.isfinite(solution.sum().item()), solution.mT, edited=edited)
         moment.diagonal(dim1=-2, dim2=-1).sub_(level[..., 0] if isinstance(level, Tensor) else level)
@@ -140,7 +141,7 @@ def _on_sample_side(record: Record, damping: Damping) -> Update:
         X = rows.whole()
         gradient = (torch.linalg.pinv(X) @ dZ).mT * factor if finite else torch.zeros_like(dZ.mT @ X)
         return Update(record, "samples", finite, gradient)
-    coefficients = quick_solve(gram, dZ, level)
+    coefficients = quick_solve(gram, dZ, level, with_digits=True)
     rescued = fallen_back = 0
     if coefficients is None and trace.isfinite().all():
         rows = rows.double()  # they are still there: in float64 the answer is free of float32's rounding

@@ -337,7 +337,7 @@ def owner_dies():
     ddp, x, t, optimizer, _ = start("tall")
     faults_tests.train(ddp, x, t, optimizer)
     if dist.get_rank() == 1:
-        with mock.patch.object(factor_exchange, "quick_cholesky", side_effect=lambda *_: os._exit(1)):
+        with mock.patch.object(factor_exchange, "quick_cholesky", side_effect=lambda *_, **__: os._exit(1)):
             faults_tests.train(ddp, x, t, optimizer)
     faults_tests.train(ddp, x, t, optimizer)
 
