@@ -47,6 +47,18 @@ def accumulator(leaf: Tensor) -> Node:
     return node
 
 
+def accumulator_beside(output: Tensor, leaf: Tensor) -> Node | None:
+    """The node that adds to ``leaf.grad``, if the operation that made the output took the leaf as it is.
+
+    In a third of the time of :func:`accumulator`; an operation in between (autocast, a transposition) hides it.
+    """
+    operation = output.grad_fn
+    for node, _ in () if operation is None else operation.next_functions:
+        if getattr(node, "variable", None) is leaf:
+            return node
+    return None
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Call back when the running backward pass has written all its gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

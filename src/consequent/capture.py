@@ -44,6 +44,7 @@ class Capture:
         self.is_installed = True
         self.layers: dict[str, Layer] = {}
         self.names: dict[nn.Module, str] = {}
+        self.parameters_seen = object()  # another one when layers or optimiser may hold other parameters
         self.is_shared_out = False  # with other ranks, whose inputs are still to come at the step
         self._sharded: dict[Layer, tuple[Tensor, Tensor | None]] = {}  # what the optimiser holds of sharded layers
         self._containers: set[nn.Module] = set()
@@ -80,6 +81,7 @@ class Capture:
 
     def notice_shards(self, named_layers: Mapping[str, Layer]) -> None:
         """Remember the sharded parameters of layers: during a forward pass others stand in their place."""
+        self.parameters_seen = object()
         for layer in named_layers.values():
             if is_sharded(layer.weight):
                 self._sharded[layer] = layer.weight, layer.bias

@@ -505,7 +505,7 @@ class Exchange:
     ) -> Use:
         inputs, output_grad = tensors["inputs"], tensors.get("outputs")
         dtype = next(tensor.dtype for tensor in tensors.values() if tensor is not None)
-        rows = 0 if output_grad is None else layers.count_rows(layer, output_grad)
+        rows = 0 if output_grad is None else output_grad.numel() // layers.outputs(layer)
         use = Use(layer, record.weight, bias, record.features > 0, Entry(layer, 0, 0), rows, dtype, None)
         use.inputs, use.inputs_version = inputs, -1 if inputs is None else inputs._version
         if output_grad is not None:

@@ -84,9 +84,9 @@ def as_batch(layer: Layer, tensor: Tensor) -> Tensor:
     return tensor if is_batched(layer, tensor) else tensor.unsqueeze(0)
 
 
-def count_rows(layer: Layer, outputs: Tensor) -> int:
-    """Rows of the layer's input and output matrices."""
-    return outputs.numel() // layer.weight.shape[1 if is_transposed(layer) else 0]
+def outputs(layer: Layer) -> int:
+    """Columns of the layer's output matrix, of all groups together."""
+    return layer.weight.shape[1 if is_transposed(layer) else 0]
 
 
 def input_rows(layer: Layer, inputs: Tensor) -> Tensor:

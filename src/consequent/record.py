@@ -215,7 +215,10 @@ class Record:
                 f"requires_grad of the weight of {use.layer} changed between two backward passes of one step; "
                 "call optimizer.zero_grad() or optimizer.step() before changing it"
             )
-        self.features = layers.features(use.layer) if use.trains_weight else 0
+        if not use.trains_weight:
+            self.features = 0
+        elif not self.features:
+            self.features = layers.features(use.layer)
         if use.bias is not None and not any(use.bias is bias for bias in self.biases):
             self.biases.append(use.bias)
         if use.kept_inputs is not None:
