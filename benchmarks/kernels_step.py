@@ -53,12 +53,12 @@ def resnet20_layers(channels_last: bool) -> list[FeatureLayer]:
         damped = moment + 0.03 * torch.eye(size, device="cuda")
         factor = torch.linalg.inv(torch.linalg.cholesky(damped)).float().contiguous()
         status = torch.tensor([moment.trace().item(), 0.03, 1.0, 0.0], device="cuda")
-        layers.append(FeatureLayer(gradient, torch.randn(shape[0], device="cuda"), factor, status, 128.0))
+        layers.append(FeatureLayer(gradient, torch.randn(shape[0], device="cuda"), factor[None], status[None], 128.0))
     return layers
 
 
 def feature_reference(layer: FeatureLayer) -> torch.Tensor:
-    W = layer.inverse_factor.double()
+    W = layer.inverse_factor[0].double()
     return layer.scale * gradient_of(layer).double() @ W.mT @ W
 
 

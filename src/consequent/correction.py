@@ -237,7 +237,7 @@ class Consequentialism:
             parameter.grad = grad
         self._withheld = []
         for record in self._capture.records.values():
-            record.mark_corrected()  # some optimisers write to .grad
+            record.mark_stepped()
         self._foresight = self._rewriter.foresight_of_the_step()
 
     def _correct_or_withhold(self) -> None:

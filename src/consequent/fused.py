@@ -56,11 +56,11 @@ class FusedStep:
         if not record.is_reduced:
             return self._take_dense(record, *grads, damping, scale)
         factor = record.factor_for(damping)
-        if factor is None or record.uses or len(grads[0]) * record.columns**2 > MOST_MULTIPLICATIONS:
+        if factor is None or record.uses or grads[0].shape[0] * record.columns**2 > MOST_MULTIPLICATIONS:
             return False
         from consequent.kernels.features import FeatureLayer
 
-        self._features.append(FeatureLayer(*grads, factor.inverse[0], factor.status[0], scale))
+        self._features.append(FeatureLayer(*grads, factor.inverse, factor.status, scale))
         self.sides[record] = "features"
         return True
 

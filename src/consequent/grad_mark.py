@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
-@dataclass
+@dataclass(slots=True)
 class GradMark:
     """Tells whether a ``.grad`` was replaced or written to since the mark was made.
 
@@ -20,6 +20,14 @@ class GradMark:
     def of(cls, grad: Tensor | None) -> "GradMark":
         """A mark on the gradient as it is now."""
         return cls(None, -1) if grad is None else cls(weakref.ref(grad), grad._version)
+
+    def renew(self, grad: Tensor | None) -> None:
+        """Let it be a mark on the gradient as it is now."""
+        if grad is not None and self.is_same_tensor(grad):
+            self.version = grad._version
+        else:
+            new = GradMark.of(grad)
+            self.tensor, self.version = new.tensor, new.version
 
     def is_same_tensor(self, grad: Tensor | None) -> bool:
         """Whether the gradient is the very tensor, its numbers aside."""

@@ -1,6 +1,6 @@
 """Refusing what would be silently wrong: gradients that no backward pass explains, or that were corrected before."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -39,18 +39,21 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 def refuse_corrected_before(records: Iterable[Record], capture: Capture, others: Iterable[Capture]) -> None:
     """Raise if a gradient is, or contains, one that a correction has rewritten already."""
     others = list(others)
+
+    def name_of(record: Record) -> str:
+        return shown(capture.names[record.layer])
+
     for record in records:
-        name = shown(capture.names[record.layer])
         if record.accumulated_on_corrected:
             raise RuntimeError(
-                f"{name}: this backward pass was added to a gradient that had been corrected already. "
+                f"{name_of(record)}: this backward pass was added to a gradient that had been corrected already. "
                 "Call optimizer.zero_grad() between a step and the next backward pass."
             )
         theirs = [other.records[record.weight] for other in others if record.weight in other.records]
         if any(other.has_just_corrected(parameter) for other in theirs for parameter in record.members):
             raise RuntimeError(
-                f"{name}: its gradient was corrected just now by another Consequentialism on the same model, "
-                "and would be corrected twice. Keep one of them and detach() the other."
+                f"{name_of(record)}: its gradient was corrected just now by another Consequentialism on the same "
+                "model, and would be corrected twice. Keep one of them and detach() the other."
             )
 
 
@@ -87,8 +90,10 @@ def refuse_uncaptured(capture: Capture, owns: Callable[[Tensor], bool]) -> None:
                 )
 
 
-def uncaptured_layers(records: Iterable[Record], capture: Capture, owns: Callable[[Tensor], bool]) -> Iterator[str]:
+def uncaptured_layers(records: Sequence[Record], capture: Capture, owns: Callable[[Tensor], bool]) -> Iterator[str]:
     """Names of layers that got a gradient in a way their hooks never saw."""
+    if len(records) == len(capture.layers):
+        return  # each has a weight of its own, and all were seen
     seen = {record.weight for record in records}
     for name, layer in capture.layers.items():
         weight, _ = capture.parameters_of(layer)

@@ -125,7 +125,8 @@ class Record:
     @property
     def grad(self) -> Tensor | None:
         """The gradient that tells whether the uses are still in it: the weight's, or else a bias's."""
-        return next((member.grad for member in self.members if member.grad is not None), None)
+        grad = self.weight.grad if self.first_use.trains_weight else None
+        return grad if grad is not None else next((bias.grad for bias in self.biases if bias.grad is not None), None)
 
     @property
     def accumulates_elsewhere(self) -> bool:
@@ -306,10 +307,14 @@ class Record:
         """Remember the gradients as the backward pass left them."""
         self.accumulated = [(parameter, GradMark.of(parameter.grad)) for parameter in self.members]
 
-    def mark_corrected(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Remember the gradients as the correction of these parameters, or the optimiser's step after it, left them."""
-        members = [p for p, _ in self.corrected] if parameters is None else parameters
-        self.corrected = [(parameter, GradMark.of(parameter.grad)) for parameter in members]
+    def mark_corrected(self, parameters: Iterable[Tensor]) -> None:
+        """Remember the gradients as the correction of these parameters left them."""
+        self.corrected = [(parameter, GradMark.of(parameter.grad)) for parameter in parameters]
+
+    def mark_stepped(self) -> None:
+        """Remember them as the optimiser's step after it left them: some optimisers write to ``.grad``."""
+        for parameter, mark in self.corrected:
+            mark.renew(parameter.grad)
 
     def has_just_corrected(self, parameter: Tensor) -> bool:
         """Whether the parameter's gradient is untouched since the correction wrote it."""

@@ -38,6 +38,7 @@ class Rewriter:
         self._reports = reports
         self._keeps_foresight = foresight
         self._watch: Watch | None = None
+        self._filled: list[Record] = []  # what there is to do, on this rank
         self.exchange: Exchange | None = None  # with the other ranks, once there are any
         self.samples: int | None = None  # N of the last step
         self.divisor: float | None = None  # what its loss was taken to be divided by
@@ -53,7 +54,7 @@ class Rewriter:
             others: captures of other corrections, which may have rewritten the same gradients.
         """
         failure: Exception | None = None
-        records = self._capture.filled_records()
+        records = self._filled = self._capture.filled_records()
         try:
             refuse_corrected_before(records, self._capture, others)
             refuse_capture_before_first_step(records)
@@ -80,7 +81,7 @@ class Rewriter:
         """
         try:
             if self.exchange is None:
-                records, self.samples = self._capture.filled_records(), self._capture.samples()
+                records, self.samples = self._filled, self._capture.samples()
             else:
                 records, self.samples = self.exchange.complete(self._may_wait), self.exchange.samples
             self._list_uncaptured(records)
@@ -118,6 +119,7 @@ class Rewriter:
                     record.stands_for.mark_corrected(record.stands_for.members)
             return True
         finally:
+            self._filled = []
             self._capture.clear()
 
     def _name(self, record: Record) -> str:
@@ -220,8 +222,9 @@ class Rewriter:
         for name in uncaptured_layers(records, self._capture, self._groups.owns):
             self.uncaptured[name] = "its weight got a gradient without the layer being called"
             self._reports.left_plain(name, self.uncaptured[name])
-        for record in records:
-            self.uncaptured.pop(self._capture.names[record.layer], None)
+        if self.uncaptured:
+            for record in records:
+                self.uncaptured.pop(self._name(record), None)
         self.warn_of_misbehaving()
 
     def warn_of_misbehaving(self) -> None:

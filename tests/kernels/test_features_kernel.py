@@ -24,7 +24,7 @@ def make_layer(outputs, *shape, bias=True, channels_last=False, ok=True, seed=0)
     if not ok:
         factor.fill_(float("nan"))
     status = torch.tensor([moment.trace().item(), DAMPING, float(ok), float("nan")], device=DEVICE)
-    return FeatureLayer(weight_grad, bias_grad, factor, status, 3.0)
+    return FeatureLayer(weight_grad, bias_grad, factor[None], status[None], 3.0)
 
 
 def gradient(layer):
@@ -33,12 +33,12 @@ def gradient(layer):
 
 
 def reference(layer):
-    W = layer.inverse_factor.double().tril()
+    W = layer.inverse_factor[0].double().tril()
     return layer.scale * gradient(layer).double() @ W.mT @ W
 
 
 def shortened(layer):
-    return layer.scale * gradient(layer).double() / layer.status[:2].double().sum()
+    return layer.scale * gradient(layer).double() / layer.status[0, :2].double().sum()
 
 
 def rewrite(layers, bad=0, **counted):
@@ -94,7 +94,7 @@ def test_only_the_triangle_is_read():
     layer = make_layer(20, 50)
     right = reference(layer)
     rows, columns = torch.triu_indices(51, 51, offset=1)
-    layer.inverse_factor[rows, columns] = float("nan")
+    layer.inverse_factor[0, rows, columns] = float("nan")
     assert rewrite([layer]) == (0, [0, 0, 0, 0, 0])
     assert_close(layer, right)
 
@@ -109,7 +109,7 @@ def test_nothing_is_written_before_the_second_half():
 def test_layers_with_raised_pivots_are_counted_once():
     layers = [make_layer(40, 80, seed=seed) for seed in range(3)]
     for layer, raised in zip(layers, (2.0, 0.0, 1.0), strict=True):
-        layer.status[3] = raised
+        layer.status[0, 3] = raised
     wanted = [reference(layer) for layer in layers]
     assert rewrite(layers) == (0, [0, 0, 2, 0, 0])
     for layer, right in zip(layers, wanted, strict=True):
@@ -118,7 +118,7 @@ def test_layers_with_raised_pivots_are_counted_once():
 
 def test_a_layer_without_a_factor_falls_back():
     lost = make_layer(40, 4, 3, 3, channels_last=True, ok=False)
-    lost.status[3] = 5.0  # pivots were raised before it failed: that is no rescue
+    lost.status[0, 3] = 5.0  # pivots were raised before it failed: that is no rescue
     kept = make_layer(9, 30)
     wanted = shortened(lost), reference(kept)
     assert rewrite([lost, kept]) == (0, [0, 0, 0, 1, 0])

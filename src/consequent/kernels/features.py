@@ -61,8 +61,8 @@ class FeatureLayer(NamedTuple):
 
     weight_grad: Tensor  # G: [O, D] or [O, C, *taps], contiguous or channels last
     bias_grad: Tensor | None  # [O], contiguous; the last column of G
-    inverse_factor: Tensor  # W: [D, D], or [D + 1, D + 1] with a bias; contiguous, read up to its diagonal
-    status: Tensor  # float32 [4]: trace of S, λ, whether there is a factor, how many of its pivots were raised
+    inverse_factor: Tensor  # W: [1, D, D], or [1, D + 1, D + 1] with a bias; contiguous, read up to its diagonal
+    status: Tensor  # float32 [1, 4]: trace of S, λ, whether there is a factor, how many of its pivots were raised
     scale: float  # s, what the loss was divided by
 
 
@@ -133,7 +133,7 @@ def _table_of(layers: Sequence[FeatureLayer]) -> tuple[list[int], list[tuple[int
     end = 0
     for layer in layers:
         grad, bias_grad, factor, status, scale = layer
-        outputs, size = grad.shape[0], factor.shape[0]
+        outputs, size = grad.shape[0], factor.shape[-1]
         features = size if bias_grad is None else size - 1
         _check(layer, outputs, features)
         taps, tap_stride, channel_stride = _steps(grad)
@@ -155,8 +155,8 @@ def _table_of(layers: Sequence[FeatureLayer]) -> tuple[list[int], list[tuple[int
 
 def _check(layer: FeatureLayer, outputs: int, features: int) -> None:
     factor, bias_grad = layer.inverse_factor, layer.bias_grad
-    if factor.shape[0] != factor.shape[1] or not factor.is_contiguous():
-        raise ValueError(f"inverse_factor must be square and contiguous, got {list(factor.shape)}")
+    if factor.ndim != 3 or factor.shape[0] != 1 or factor.shape[1] != factor.shape[2] or not factor.is_contiguous():
+        raise ValueError(f"inverse_factor must be one square matrix and contiguous, got {list(factor.shape)}")
     if outputs * features != layer.weight_grad.numel():
         raise ValueError(
             f"an inverse_factor of {list(factor.shape)} does not fit weight_grad {list(layer.weight_grad.shape)} "
