@@ -70,6 +70,7 @@ _LOOK_OPTIONS = {"num_warps": 4, "num_stages": 1}
 _WRITE_OPTIONS = {"num_warps": 4, "num_stages": 1}
 _PROBERS = _MOST_SHARES.value  # programs for all gradients together: about what a large GPU runs at once
 _WRITERS = 528
+_WRITE_STAGES = 1  # of loads under way
 
 
 class DenseLayer(NamedTuple):
@@ -134,7 +135,7 @@ class DenseStep:
             skips: added to the second one if the first flag is set.
         """
         share, writers = _shares(self._layers, _WRITE_TILE, _WRITERS)
-        constants = (*_WRITE_TILE, self._block_rows, PRECISION, self._aligned)
+        constants = (*_WRITE_TILE, self._block_rows, PRECISION, self._aligned, _WRITE_STAGES)
         self._launch(_write, writers, (self._flags, counts, share, steps, skips), constants, **_WRITE_OPTIONS)
 
     def _launch(
@@ -549,6 +550,7 @@ def _write(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """``s c Aᵀ X`` for some tiles of one layer's gradient."""
     layer, program = tl.program_id(0), tl.program_id(1)
@@ -581,19 +583,19 @@ def _write(
         inputs, gradient = aligned_floats_at(tl.load(entry)), aligned_floats_at(tl.load(entry + 2))
         features, input_stride = in_fours(features), in_fours(input_stride)
     n = tl.arange(0, BLOCK_N)
-    for tile in range(program, tiles, programs):
-        o = tile // tiles_across * TILE_O + tl.arange(0, TILE_O)
-        d = tile % tiles_across * TILE_D + tl.arange(0, TILE_D)
-        mask = (o < outputs)[:, None] & (d < features)[None, :]
-        place = gradient + o[:, None].to(tl.int64) * features + d[None, :]
-        has_bias = o < tl.where((bias_address != 0) & (tile % tiles_across == 0), outputs, 0)
-        if is_bad:
-            tl.store(place, tl.zeros((TILE_O, TILE_D), tl.float32), mask)
-            tl.store(bias_grad + o, tl.zeros((TILE_O,), tl.float32), has_bias)
-        elif edited | (ok == 0):
-            tl.store(place, tl.load(place, mask, other=0.0) * shortening, mask)
-            tl.store(bias_grad + o, tl.load(bias_grad + o, has_bias, other=0.0) * shortening, has_bias)
-        else:
+    biases = tl.where(bias_address != 0, outputs, 0)
+    if is_bad | edited | (ok == 0):
+        for tile in range(program, tiles, programs):
+            o, d, place, mask = _tile_at(tile, gradient, tiles_across, features, outputs, TILE_O, TILE_D)
+            has_bias = o < tl.where(tile % tiles_across == 0, biases, 0)
+            G = tl.load(place, mask, other=0.0) * shortening
+            b = tl.load(bias_grad + o, has_bias, other=0.0) * shortening
+            tl.store(place, tl.where(is_bad, 0.0, G), mask)
+            tl.store(bias_grad + o, tl.where(is_bad, 0.0, b), has_bias)
+    else:
+        for tile in tl.range(program, tiles, programs, num_stages=STAGES):
+            o, d, place, mask = _tile_at(tile, gradient, tiles_across, features, outputs, TILE_O, TILE_D)
+            has_bias = o < tl.where(tile % tiles_across == 0, biases, 0)
             A = tl.load(solution + o[:, None].to(tl.int64) * BLOCK_N + n[None, :], (o < outputs)[:, None], other=0.0)
             X = tl.load(
                 inputs + n[:, None].to(tl.int64) * input_stride + d[None, :],
@@ -603,3 +605,12 @@ def _write(
             A = A * (factor * scale)
             tl.store(place, tl.dot(A, X, input_precision=PRECISION), mask)
             tl.store(bias_grad + o, tl.sum(A, 1), has_bias)
+
+
+@triton.jit
+def _tile_at(tile, gradient, tiles_across, features, outputs, TILE_O: tl.constexpr, TILE_D: tl.constexpr):
+    """The outputs and features of a tile, where its entries are, and which of them there are."""
+    o = tile // tiles_across * TILE_O + tl.arange(0, TILE_O)
+    d = tile % tiles_across * TILE_D + tl.arange(0, TILE_D)
+    place = gradient + o[:, None].to(tl.int64) * features + d[None, :]
+    return o, d, place, (o < outputs)[:, None] & (d < features)[None, :]
