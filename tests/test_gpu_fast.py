@@ -223,6 +223,38 @@ def test_two_steps_in_one_graph():
     assert optimizer.correction.counters.steps == 13
 
 
+def test_two_optimisers_on_one_loss_in_one_graph():
+    """The second step's work aside could start before the first step is over: their memory must not be the same."""
+
+    def run(replays):
+        first, second = perceptron(), perceptron()
+        optimizers = [consequent.CSGD(model, lr=0.05, damping=0.1) for model in (first, second)]
+        inputs, labels = images()
+
+        def step():
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            nn.functional.cross_entropy(first(inputs) + second(inputs), labels).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+        for _ in range(3 if replays else 10):
+            step()
+        if replays:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            for _ in range(7):
+                graph.replay()
+        assert all(
+            optimizer.correction.counters == consequent.correction.Counters(steps=10) for optimizer in optimizers
+        )
+        return first, second
+
+    for model, twin in zip(run(True), run(False), strict=True):
+        assert distance(model, twin, perceptron()) < 1e-3
+
+
 def test_backward_and_step_in_graphs_of_their_own():
     start = perceptron()
     inputs, labels = images()

@@ -39,10 +39,10 @@ def training(monkeypatch):
 
 def test_a_fork_waits_for_its_events_and_the_training_stream_for_the_fork(training):
     other = Stream()
-    fork = Fork(other, ["first", None])
-    assert other.waited == ["first", "now"]
-    fork.wait(["second"])
-    assert other.waited == ["first", "now", "second"]
+    fork = Fork(other, ["first", "other"])
+    assert other.waited == ["first", "other"]
+    fork.wait(["second", None])
+    assert other.waited == ["first", "other", "second", training]
     assert training.waited == []
     fork.join()
     assert training.waited == [other]
@@ -54,6 +54,13 @@ def test_events_of_another_graph_are_no_longer_waited_for(training):
     fork = Fork(other, ["first", "first"])
     assert other.waited == [training]
     fork.wait(["second", None])
+    assert other.waited == [training]
+
+
+def test_without_an_event_a_fork_waits_for_all_and_tries_no_others(training):
+    other = Stream(foreign=["first", "second"])
+    fork = Fork(other, [None, "first"])
+    fork.wait(["second"])
     assert other.waited == [training]
 
 

@@ -30,6 +30,9 @@ def will_accumulate(leaf: Tensor | Node) -> bool:
     Args:
         leaf: a parameter, or its :func:`accumulator`.
     """
+    tensor = leaf if isinstance(leaf, Tensor) else leaf.variable  # type: ignore[attr-defined]
+    if not tensor.requires_grad:
+        return False  # it was frozen since the forward pass: its node runs, and adds nothing
     node = accumulator(leaf) if isinstance(leaf, Tensor) else leaf
     try:
         return bool(torch._C._will_engine_execute_node(node))

@@ -110,6 +110,9 @@ class Capture:
         self._ahead.forget()
         for record in self.records.values():
             record.clear()
+        if len(self.records) > len(self.layers):  # of weights that stood in for a layer's own (functional_call)
+            held = {self.parameters_of(layer)[0] for layer in self.layers.values()}
+            self.records = {weight: record for weight, record in self.records.items() if weight in held}
 
     def filled_records(self) -> list[Record]:
         """Records of weights that took part in the gradients now in ``.grad``."""

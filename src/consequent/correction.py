@@ -363,7 +363,11 @@ class Consequentialism:
     def _notice_new_parameters(self) -> None:
         """Before samples enter the model and before a step: a group was added, a layer replaced, a state loaded?"""
         if self._groups.read_again():
-            selection = select_layers(self._inner, self.include, self.exclude)
+            try:
+                selection = select_layers(self._inner, self.include, self.exclude)
+            except BaseException:
+                self._groups.forget()  # once the cause is mended, look again
+                raise
             self._plain = selection.plain
             self._capture.extend(selection.corrected)
 

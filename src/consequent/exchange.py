@@ -353,7 +353,9 @@ class Exchange:
         return record
 
     def _use_of_nothing(self, layer: Layer, weight: Tensor, bias: Tensor | None, *, trains_weight: bool) -> Use:
-        return Use(layer, weight, bias, trains_weight, Entry(layer, 0, 0), 0, weight.dtype, None)
+        return Use(
+            layer, weight, bias, trains_weight, Entry(layer, 0, 0), 0, layers.features(layer), weight.dtype, None
+        )
 
     def _blocks(self, layer: Layer, news: News) -> list[Block]:
         if not news.has_rows:
@@ -506,7 +508,9 @@ class Exchange:
         inputs, output_grad = tensors["inputs"], tensors.get("outputs")
         dtype = next(tensor.dtype for tensor in tensors.values() if tensor is not None)
         rows = 0 if output_grad is None else output_grad.numel() // layers.outputs(layer)
-        use = Use(layer, record.weight, bias, record.features > 0, Entry(layer, 0, 0), rows, dtype, None)
+        use = Use(
+            layer, record.weight, bias, record.features > 0, Entry(layer, 0, 0), rows, record.features, dtype, None
+        )
         use.inputs, use.inputs_version = inputs, -1 if inputs is None else inputs._version
         if output_grad is not None:
             # What an average over ranks does to the gradient. Any other factor is found by looking at the gradient,

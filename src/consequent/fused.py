@@ -101,6 +101,7 @@ class FusedStep:
                 self._dense_step = DenseStep(self._dense, flags)
                 self._dense_step.factorise()
                 if aside is not None:
+                    self._dense_step.used_on(aside.origin)
                     aside.wait(self._output_grads_there)
                 self._dense_step.solve()
         if aside is not None:

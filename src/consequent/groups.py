@@ -42,6 +42,10 @@ class Groups:
         known, self._group_of = self._group_of, {p: group for group in groups for p in group["params"]}
         return known.keys() != self._group_of.keys()
 
+    def forget(self) -> None:
+        """Be as if the groups had never been read."""
+        self._group_of, self._seen = {}, []
+
     def owns(self, parameter: Tensor) -> bool:
         """Whether the optimiser holds the parameter."""
         return self._optimizer is None or parameter in self._group_of

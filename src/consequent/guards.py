@@ -1,6 +1,6 @@
 """Refusing what would be silently wrong: gradients that no backward pass explains, or that were corrected before."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -90,10 +90,8 @@ def refuse_uncaptured(capture: Capture, owns: Callable[[Tensor], bool]) -> None:
                 )
 
 
-def uncaptured_layers(records: Sequence[Record], capture: Capture, owns: Callable[[Tensor], bool]) -> Iterator[str]:
+def uncaptured_layers(records: Iterable[Record], capture: Capture, owns: Callable[[Tensor], bool]) -> Iterator[str]:
     """Names of layers that got a gradient in a way their hooks never saw."""
-    if len(records) == len(capture.layers):
-        return  # each has a weight of its own, and all were seen
     seen = {record.weight for record in records}
     for name, layer in capture.layers.items():
         weight, _ = capture.parameters_of(layer)

@@ -125,7 +125,8 @@ class LayerHook(_Uncopyable):
             return
         watched = self._watched
         if watched is None or not watched.is_current(self.layer, self.capture):
-            watched = self._watched = _Watched.of(self.layer, self.capture)
+            watched = _Watched.of(self.layer, self.capture)
+            self._watched = watched if watched.may_be_kept else None
         if watched.weight is None and watched.bias is None:
             return
         if inputs.dtype != output.dtype:
@@ -137,6 +138,7 @@ class LayerHook(_Uncopyable):
             trains_weight=watched.weight is not None,
             entry=self.capture.entry_for(self.layer, inputs),
             rows=output.numel() // watched.outputs,
+            features=watched.features,
             dtype=output.dtype,
             kept_inputs=None if watched.weight is None else Kept(inputs),
             inputs_there=event_in_graph(),
@@ -192,12 +194,14 @@ class _Watched:
     the forward and the backward pass only.
     """
 
-    seen: tuple[Any, ...]  # what all of this follows from
+    seen: tuple[Any, ...]  # what all of this follows from,
+    shape: torch.Size  # and the weight's
     held_weight: Tensor  # the optimiser's
     held_bias: Tensor | None  # None unless it is corrected
     weight: nn.Parameter | None  # the leaf; None unless it is corrected
     bias: nn.Parameter | None
     outputs: int  # per row
+    features: int  # likewise
     is_sharded: bool
 
     @classmethod
@@ -210,17 +214,24 @@ class _Watched:
             bias = None
         return cls(
             seen=_signs_of(layer, capture),
+            shape=layer.weight.shape,
             held_weight=held_weight,
             held_bias=None if bias is None else held_bias,
             weight=weight,
             bias=bias,
             outputs=layers.outputs(layer),
+            features=layers.features(layer),
             is_sharded=is_sharded(held_weight),
         )
 
     def is_current(self, layer: Layer, capture: "Capture") -> bool:
         """Whether nothing has changed since."""
-        return all(map(is_, self.seen, _signs_of(layer, capture)))
+        return all(map(is_, self.seen, _signs_of(layer, capture))) and self.shape == layer.weight.shape
+
+    @property
+    def may_be_kept(self) -> bool:
+        """Not where tensors that were computed stand in for parameters: they would keep their graph alive."""
+        return all(sign is None or isinstance(sign, nn.Parameter) for sign in self.seen[:2])
 
     def leaves(self, output: Tensor) -> list[Tensor | Node]:
         """What tells whether a backward pass through the output adds to ``.grad``: the first that it does add to."""

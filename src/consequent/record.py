@@ -41,6 +41,7 @@ class Use:
     trains_weight: bool
     entry: Entry
     rows: int
+    features: int  # that meet the weight, per group
     dtype: torch.dtype  # of the outputs: what the products were computed in
     kept_inputs: Kept | None  # None where the weight is not trained, and once nothing more needs them
     inputs: Tensor | None = None
@@ -216,10 +217,7 @@ class Record:
                 f"requires_grad of the weight of {use.layer} changed between two backward passes of one step; "
                 "call optimizer.zero_grad() or optimizer.step() before changing it"
             )
-        if not use.trains_weight:
-            self.features = 0
-        elif not self.features:
-            self.features = layers.features(use.layer)
+        self.features = use.features if use.trains_weight else 0
         if use.bias is not None and not any(use.bias is bias for bias in self.biases):
             self.biases.append(use.bias)
         if use.kept_inputs is not None:

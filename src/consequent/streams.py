@@ -47,23 +47,30 @@ class Fork:
     Args:
         stream: the other one.
         events: of :func:`event_in_graph`; None stands for all that the current stream has been given so far.
+
+    An event of another graph cannot be waited for, and to try it spoils the capture that a stream takes part in: so it
+    is tried before the other stream does.
     """
 
     def __init__(self, stream: torch.cuda.Stream, events: Sequence[torch.cuda.Event | None]) -> None:
         self.stream = stream
-        self._origin = torch.cuda.current_stream(stream.device)
-        self._knows_events = True
+        self.origin = torch.cuda.current_stream(stream.device)
+        self._knows_events = None not in events
         try:
             self.wait(events)
         except RuntimeError:  # they happened in another graph, which has to run first as a whole
             self._knows_events = False
-            stream.wait_stream(self._origin)
+        if not self._knows_events:
+            stream.wait_stream(self.origin)
 
     def wait(self, events: Sequence[torch.cuda.Event | None]) -> None:
         """Let the other stream wait for more events."""
         for event in events if self._knows_events else ():
-            self.stream.wait_event(event or self._origin.record_event())
+            if event is None:
+                self.stream.wait_stream(self.origin)
+            else:
+                self.stream.wait_event(event)
 
     def join(self) -> None:
         """Let the original stream wait for the other one."""
-        self._origin.wait_stream(self.stream)
+        self.origin.wait_stream(self.stream)

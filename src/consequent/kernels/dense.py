@@ -59,7 +59,7 @@ _STATUS = tl.constexpr(16)  # trace, λ, whether K could be factorised, c, wheth
 _GRAM_COLUMNS = tl.constexpr(64)
 _LEAST_BLOCKS = tl.constexpr(2)  # of so many columns in a part
 _STRIP = tl.constexpr(8)  # rows of a tile that are probed at once
-_NO_SUM_OVERFLOWS = tl.constexpr(1e36)  # sums of a hundred such numbers are finite
+_NO_SUM_OVERFLOWS = tl.constexpr(1e35)  # sums of a thousand such numbers are finite
 _ROUNDING = tl.constexpr(
     4 * torch.finfo(torch.float32).eps
 )  # of one step of elimination, approximate divisions included
@@ -103,6 +103,11 @@ class DenseStep:
         self._scratch = torch.empty(floats, dtype=torch.float32, device=flags.device)
         with device_guard(flags.device):
             self._table = device_table(values, flags.device, key="dense")
+
+    def used_on(self, stream: torch.cuda.Stream) -> None:
+        """This stream, too, uses what was allocated here: nobody else gets it before that is over."""
+        for tensor in (self._flags, self._scratch, self._table):
+            tensor.record_stream(stream)
 
     def factorise(self) -> None:
         """The Gram matrices, whose factors stand for them from now on. Reads the inputs alone."""

@@ -38,6 +38,7 @@ __all__ = ["lag_moments"]
 LAGS = 13  # (0, 0), (0, 1), (0, 2), (1, −2), …, (2, 2)
 MOST_JOBS = 64  # of a layer: they are added up by one program, at once
 PART = 16  # pairs of channels that one program puts together: few, since all wait for the memory
+INTERPRETED_PART = 4096  # on a CPU, where a program costs more than its size
 PLACES = 64  # pixels of a channel that one program turns around, of all images
 AT_ONCE = 8  # layers whose images one launch turns around: their addresses are arguments
 
@@ -471,7 +472,7 @@ def _put_together(products: Tensor, sums: Tensor, layers: int, cut: Cut, ones: b
     images, channels, height, width = cut.shape
     plan = cut.plan
     moments = torch.empty((layers, cut.features, cut.features), dtype=torch.float32, device=products.device)
-    part = PART if products.device.type == "cuda" else 4096
+    part = PART if products.device.type == "cuda" else INTERPRETED_PART
     launch(
         _put_lags,
         (-(-channels * channels // part), LAGS + 9 * ones, layers),

@@ -91,14 +91,20 @@ def first_above(curve: Curve, level: float) -> float | None:
 def sharp_drop(curve: Curve) -> float | None:
     """Returns where the loss is first a tenth, or less, of what it was five readings before, or None.
 
-    The first reading, of a network that has learnt nothing, is not among them.
+    The first reading, of a network that has learnt nothing, is not among them; nor is it a drop to come back from a
+    rise: the loss has to be lower than ever before.
 
     >>> sharp_drop([(0, 99.0), (1, 9.0), (2, 8.0), (3, 7.0), (4, 6.0), (5, 5.0), (6, 0.95), (7, 0.8), (8, 0.7)])
     7
     """
     readings = curve[1:]
-    pairs = zip(readings, readings[READINGS_OF_A_DROP:], strict=False)
-    return next((place for (_, before), (place, value) in pairs if value <= SHARP_DROP * before), None)
+    lowest = math.inf
+    for number, (place, value) in enumerate(readings):
+        before = readings[number - READINGS_OF_A_DROP][1] if number >= READINGS_OF_A_DROP else 0.0
+        if value < lowest and value <= SHARP_DROP * before:
+            return place
+        lowest = min(lowest, value)
+    return None
 
 
 def stays_above(curve: Curve, level: float) -> float | None:
