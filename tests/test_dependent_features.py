@@ -173,3 +173,23 @@ def test_a_step_that_waits_for_nothing(way, monkeypatch):
     assert correction.counters == replace(before, steps=2, rescued=before.rescued + 1)
     off = dependent.miss(inputs, hidden.grad, model[0].weight.grad.mT, 1e-7)
     assert off < (0.2 if way == TORCH else 3e-2)
+
+
+@pytest.mark.parametrize("rank", [1, 20, 47])
+def test_a_layer_whose_rows_are_gone_takes_no_leap_on_a_cpu(rank):
+    """Many rows, few of them independent: reduced to a float32 moment, whose small pivots are rounding errors."""
+    torch.manual_seed(rank)
+    rows = torch.randn(400, rank, dtype=torch.float64) @ torch.randn(rank, 48, dtype=torch.float64)
+    updates = []
+    for dtype in (torch.float32, torch.float64):
+        layer = nn.Linear(48, 5, bias=False).to(dtype)
+        nn.init.zeros_(layer.weight)
+        correction = consequent.Consequentialism(layer, damping=1e-2, loss_reduction="sum")
+        (layer(rows.to(dtype)) - 1).square().sum().div(2).backward()
+        correction.step()
+        updates.append(layer.weight.grad.double())
+        if rank < 40:  # with one dependent feature alone it is a matter of luck
+            assert correction.counters.rescued == (1 if dtype == torch.float32 else 0)
+    rounded, exact = updates
+    assert rounded.norm() < 1.3 * exact.norm()
+    assert ((rounded - exact) @ rows.mT).norm() < 1e-3 * (exact @ rows.mT).norm()

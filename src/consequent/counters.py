@@ -13,8 +13,8 @@ class Counters:
     Attributes:
         steps: corrected steps, skipped ones included.
         skipped: steps not taken because NaN or inf was met (on a GPU, unless ``check=True``, gradients were zeroed).
-        rescued: factorisations that failed in float32 (on the sample side also: lost nearly all digits) and were
-            repeated in float64; on a GPU that is not waited for: features that the others determine, up to float32's
+        rescued: factorisations that failed, or lost nearly all digits, in float32. They were repeated in float64; where
+            the rows are gone, and on a GPU that is not waited for, features that the others determine, up to float32's
             rounding, got more damping instead.
         fallen_back: factorisations that failed even so; the layer got a shortened plain gradient.
         edited: gradients that were no longer ``ΔZ Xᵀ`` at the step. They are corrected as they are (on the sample side

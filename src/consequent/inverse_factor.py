@@ -18,13 +18,10 @@ import torch
 from torch import Tensor
 
 from consequent import kernels
+from consequent.ridge import has_pivots, more_damped
 
 _MULTIPLE = 32  # blocks are cut at multiples of this, so that their rows are aligned
 _LARGEST_BLOCK = 640  # of a matrix that is cut at all: the kernel's time grows faster than that of products
-
-# Without a kernel; fractions of the diagonal entries, in units of eps.
-_LEAST_PIVOT = 128  # what is below may be a fraction of the true one, and the step too long
-_MORE_DAMPING = 2  # per feature: so large the errors are where all features are alike (of rank 1)
 
 
 @dataclass(frozen=True)
@@ -109,14 +106,11 @@ def _of_block(damped: Tensor, diagonal: Tensor, largest: int, *, by_kernel: bool
 
 def _by_torch(damped: Tensor, diagonal: Tensor) -> _Factorised:
     """Factorised twice, the second time with more damping: which one is taken is chosen on the device."""
-    size, eps = damped.shape[-1], torch.finfo(damped.dtype).eps
-    more_damped = damped.clone()
-    more_damped.diagonal(dim1=-2, dim2=-1).add_(diagonal, alpha=_MORE_DAMPING * size * eps)
+    size = damped.shape[-1]
     with _capturable_solvers(damped):
         factor, info = torch.linalg.cholesky_ex(damped)
-        safer, safer_info = torch.linalg.cholesky_ex(more_damped)
-    pivots = factor.diagonal(dim1=-2, dim2=-1).square()
-    is_rough = (info != 0) | (pivots < _LEAST_PIVOT * eps * diagonal).any(-1)
+        safer, safer_info = torch.linalg.cholesky_ex(more_damped(damped, diagonal))
+    is_rough = (info != 0) | ~has_pivots(factor, diagonal)
     rescued = is_rough & (safer_info == 0)
     factor = torch.where(rescued[:, None, None], safer, factor)
     identity = torch.eye(size, dtype=damped.dtype, device=damped.device)

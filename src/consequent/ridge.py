@@ -18,6 +18,7 @@ features (D × D)      ``U (Xᵀ X + λI) = ΔZᵀ X``              more samples
 Everything in this file is a pure function on matrices; layers are brought to this form elsewhere.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -31,6 +32,11 @@ __all__ = ["Side", "consequential_gradient"]
 
 # A pivot this many roundings above zero has about three correct digits.
 _FEW_DIGITS = 1e3
+
+# Fractions of the diagonal entries, in units of eps. What is left of an entry by elimination and is below the first may
+# be a fraction of the true pivot, and the step too long; so large, per feature, the errors are where all are alike.
+LEAST_PIVOT = 128
+MORE_DAMPING = 2
 
 Side = Literal["auto", "samples", "features"]
 
@@ -118,9 +124,10 @@ class Solved(NamedTuple):
 def damped_solve_or_fall_back(matrix: Tensor, right: Tensor, damping: float | Tensor) -> Solved:
     """``(matrix + λI)⁻¹ right`` by Cholesky, for use inside a training step: never raises, but looks at the outcome.
 
-    A matrix that cannot be factorised is repeated in float64 (see :func:`_solve_beyond_rounding`). If that fails as
-    well the answer is ``right / (λ + trace)``: the plain gradient, shortened until it cannot overshoot. All eigenvalues
-    of ``matrix / (λ + trace)`` are below 1, so such a step moves every output toward its target and not past it, at the
+    A matrix that cannot be factorised is repeated in float64 (see :func:`_solve_beyond_rounding`); one whose pivots are
+    rounding errors, of the right sign, gets more damping. If the former fails as well the answer is
+    ``right / (λ + trace)``: the plain gradient, shortened until it cannot overshoot. All eigenvalues of
+    ``matrix / (λ + trace)`` are below 1, so such a step moves every output toward its target and not past it, at the
     learning rates the method uses, where the unscaled plain gradient would diverge. On a GPU in full flight
     :mod:`consequent.inverse_factor` does the same, with more damping for the retry.
 
@@ -129,11 +136,17 @@ def damped_solve_or_fall_back(matrix: Tensor, right: Tensor, damping: float | Te
         right: ``[..., m, k]``.
         damping: λ, a number or a tensor that broadcasts with ``[..., 1, 1]``.
     """
-    factor, info = torch.linalg.cholesky_ex(add_to_diagonal(matrix, damping))
+    damped = add_to_diagonal(matrix, damping)
+    diagonal = damped.diagonal(dim1=-2, dim2=-1)
+    factor, info = torch.linalg.cholesky_ex(damped)
+    is_rounding = (info == 0) & ~has_pivots(factor, diagonal)
+    if is_rounding.any():
+        chosen = torch.where(is_rounding[..., None, None], more_damped(damped, diagonal), damped)
+        factor, info = torch.linalg.cholesky_ex(chosen)
     failed = info > 0
     solution = torch.cholesky_solve(right, factor)
     if not failed.any():
-        return Solved(solution)
+        return Solved(solution, rescued=int(is_rounding.sum()))
     try:
         return Solved(_solve_beyond_rounding(matrix, right, damping), rescued=int(failed.sum()))
     except LinAlgError:
@@ -164,9 +177,29 @@ def quick_cholesky(matrix: Tensor, damping: float | Tensor, *, with_digits: bool
     factor, info = torch.linalg.cholesky_ex(matrix)
     if matrix.shape[-1] == 0 or any(info.tolist()):
         return None
-    # Cholesky takes infinity for a good pivot.
-    is_good = keeps_digits(matrix, factor) if with_digits else factor.diagonal(dim1=-2, dim2=-1).sum(-1).isfinite()
+    is_good = keeps_digits(matrix, factor) if with_digits else has_pivots(factor, diagonal)
     return factor if all(is_good.tolist()) else None
+
+
+def has_pivots(factor: Tensor, diagonal: Tensor) -> Tensor:
+    """Whether all pivots are more than rounding errors. Infinity, which Cholesky takes for a good one, is none.
+
+    Args:
+        factor: of Cholesky.
+        diagonal: of the matrix.
+    """
+    pivots = factor.diagonal(dim1=-2, dim2=-1).square()
+    least = LEAST_PIVOT * torch.finfo(factor.dtype).eps * diagonal
+    return ((pivots >= least) & (pivots < math.inf)).all(-1)
+
+
+def more_damped(damped: Tensor, diagonal: Tensor) -> Tensor:
+    """With so much more of this diagonal added that rounding errors make no pivots."""
+    more = damped.clone()
+    more.diagonal(dim1=-2, dim2=-1).add_(
+        diagonal, alpha=MORE_DAMPING * damped.shape[-1] * torch.finfo(damped.dtype).eps
+    )
+    return more
 
 
 def keeps_digits(damped: Tensor, factor: Tensor) -> Tensor:
