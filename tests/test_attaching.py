@@ -271,4 +271,5 @@ def test_wrong_options_are_refused_at_once_with_a_remedy(options, remedy):
 @pytest.mark.parametrize("divisor", [lambda samples: samples, lambda *samples: 1, float])
 def test_functions_of_the_samples_are_taken(divisor):
     model = nn.Linear(2, 1)
-    consequent.attach(torch.optim.SGD(model.parameters(), lr=0.1), model, loss_reduction=divisor)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert consequent.attach(optimizer, model, loss_reduction=divisor).loss_reduction is divisor

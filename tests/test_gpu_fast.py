@@ -203,13 +203,19 @@ def test_nan_in_a_captured_step_changes_nothing_and_is_counted(make):
     assert optimizer.correction.counters.skipped == 1
 
 
-def test_two_steps_in_one_graph():
+def twins():
+    """A network, two copies of it with their optimisers, of which the first has taken three steps, and a batch."""
     start = perceptron()
     inputs, labels = images()
-    model, twin = copy.deepcopy(start), copy.deepcopy(start)
-    optimizer, other = (consequent.CSGD(one, lr=0.05, damping=0.1) for one in (model, twin))
+    models = copy.deepcopy(start), copy.deepcopy(start)
+    pairs = [(model, consequent.CSGD(model, lr=0.05, damping=0.1)) for model in models]
     for _ in range(3):
-        take_step(model, optimizer, inputs, labels)
+        take_step(*pairs[0], inputs, labels)
+    return start, *pairs, inputs, labels
+
+
+def test_two_steps_in_one_graph():
+    start, (model, optimizer), (twin, other), inputs, labels = twins()
     optimizer.zero_grad(set_to_none=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -256,12 +262,7 @@ def test_two_optimisers_on_one_loss_in_one_graph():
 
 
 def test_backward_and_step_in_graphs_of_their_own():
-    start = perceptron()
-    inputs, labels = images()
-    model, twin = copy.deepcopy(start), copy.deepcopy(start)
-    optimizer, other = (consequent.CSGD(one, lr=0.05, damping=0.1) for one in (model, twin))
-    for _ in range(3):
-        take_step(model, optimizer, inputs, labels)
+    start, (model, optimizer), (twin, other), inputs, labels = twins()
     optimizer.zero_grad(set_to_none=True)
     backward, step = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(backward):
@@ -303,13 +304,7 @@ def test_an_edit_in_a_captured_step_is_seen():
 
 
 def test_training_goes_on_after_a_capture_that_failed():
-    start = perceptron()
-    inputs, labels = images()
-    model, twin = copy.deepcopy(start), copy.deepcopy(start)
-    optimizer, other = (consequent.CSGD(one, lr=0.05, damping=0.1) for one in (model, twin))
-    for _ in range(3):
-        take_step(model, optimizer, inputs, labels)
-        take_step(twin, other, inputs, labels)
+    start, (model, optimizer), (twin, other), inputs, labels = twins()
 
     def failing_step():
         optimizer.zero_grad(set_to_none=True)
@@ -323,6 +318,7 @@ def test_training_goes_on_after_a_capture_that_failed():
     torch.cuda.set_stream(before)
     for _ in range(3):
         take_step(model, optimizer, inputs, labels)
+    for _ in range(6):
         take_step(twin, other, inputs, labels)
     assert distance(model, twin, start) < 1e-3
 

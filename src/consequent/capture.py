@@ -57,7 +57,7 @@ class Capture:
 
     def extend(self, named_layers: Mapping[str, Layer]) -> None:
         """Hook into the layers that are not hooked yet, and forget those that are gone."""
-        self.notice_shards(named_layers)
+        self.notice_parameters(named_layers)
         hooks_before = len(self._handles)
         for layer in set(named_layers.values()) - set(self.layers.values()):
             drop_inert_hooks(layer)
@@ -79,8 +79,11 @@ class Capture:
         if len(self._handles) > hooks_before:
             forget_compiled_code()
 
-    def notice_shards(self, named_layers: Mapping[str, Layer]) -> None:
-        """Remember the sharded parameters of layers: during a forward pass others stand in their place."""
+    def notice_parameters(self, named_layers: Mapping[str, Layer]) -> None:
+        """Layers or optimiser may hold other ones than before.
+
+        Sharded ones are remembered: during a forward pass others stand in their place.
+        """
         self.parameters_seen = object()
         for layer in named_layers.values():
             if is_sharded(layer.weight):

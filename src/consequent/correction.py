@@ -169,7 +169,7 @@ class Consequentialism:
                 f"this {type(optimizer).__name__} is attached to these layers already: they would be corrected twice. "
                 "Keep the first correction, or detach() it."
             )
-        self._capture.notice_shards(self._capture.layers)
+        self._capture.notice_parameters(self._capture.layers)
         self._groups.take(optimizer, when_gone=self._capture.remove)  # its hooks on the model go with it
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),

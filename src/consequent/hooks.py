@@ -9,25 +9,20 @@ layer is passed on only if that backward pass adds to ``.grad``.
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from consequent import layers
 from consequent.autograd import (
     Kept,
-    accumulator,
-    accumulator_beside,
     graph_is_being_captured,
     transforms_are_active,
     will_accumulate,
 )
-from consequent.dtensor import is_sharded
 from consequent.errors import CAPTURED_TOO_EARLY
+from consequent.layer_parameters import LayerParameters
 from consequent.layers import Layer
 from consequent.record import Use
 from consequent.streams import event_in_graph
@@ -99,7 +94,7 @@ class LayerHook(_Uncopyable):
         self.capture = capture
         self.layer = layer
         self.is_checked = False
-        self._watched: _Watched | None = None
+        self._parameters: LayerParameters | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """The layer was called."""
@@ -123,27 +118,27 @@ class LayerHook(_Uncopyable):
         if reason is not None:
             self.capture.misbehaving[module] = reason
             return
-        watched = self._watched
-        if watched is None or not watched.is_current(self.layer, self.capture):
-            watched = _Watched.of(self.layer, self.capture)
-            self._watched = watched if watched.may_be_kept else None
-        if watched.weight is None and watched.bias is None:
+        parameters = self._parameters
+        if parameters is None or not parameters.is_current(self.layer, self.capture):
+            parameters = LayerParameters.of(self.layer, self.capture)
+            self._parameters = parameters if parameters.may_be_kept else None
+        if parameters.weight is None and parameters.bias is None:
             return
         if inputs.dtype != output.dtype:
             inputs = inputs.to(output.dtype)  # autocast did the same: this is what met the weight
         use = Use(
             layer=self.layer,
-            weight=watched.held_weight,
-            bias=watched.held_bias,
-            trains_weight=watched.weight is not None,
+            weight=parameters.held_weight,
+            bias=parameters.held_bias,
+            trains_weight=parameters.weight is not None,
             entry=self.capture.entry_for(self.layer, inputs),
-            rows=output.numel() // watched.outputs,
-            features=watched.features,
+            rows=output.numel() // parameters.outputs,
+            features=parameters.features,
             dtype=output.dtype,
-            kept_inputs=None if watched.weight is None else Kept(inputs),
+            kept_inputs=None if parameters.weight is None else Kept(inputs),
             inputs_there=event_in_graph(),
         )
-        leaves = watched.leaves(output)
+        leaves = parameters.leaves(output)
         capture = self.capture
 
         def output_grad_arrived(grad: Tensor) -> None:
@@ -184,72 +179,3 @@ class LayerHook(_Uncopyable):
             tolerance = {torch.float64: 1e-9, torch.float32: 2e-3}.get(output.dtype, 5e-2)
         self.is_checked = True
         return bool(difference <= tolerance * scale)
-
-
-@dataclass(slots=True)
-class _Watched:
-    """A layer's parameters as they were when last looked at, and which of them are corrected.
-
-    The leaves of the graph are the optimiser's own parameters, unless those are sharded: then they are put together for
-    the forward and the backward pass only.
-    """
-
-    seen: tuple[Any, ...]  # what all of this follows from,
-    shape: torch.Size  # and the weight's
-    held_weight: Tensor  # the optimiser's
-    held_bias: Tensor | None  # None unless it is corrected
-    weight: nn.Parameter | None  # the leaf; None unless it is corrected
-    bias: nn.Parameter | None
-    outputs: int  # per row
-    features: int  # likewise
-    is_sharded: bool
-
-    @classmethod
-    def of(cls, layer: Layer, capture: "Capture") -> "_Watched":
-        held_weight, held_bias = capture.parameters_of(layer)
-        weight, bias = _trainable(layer.weight), _trainable(layer.bias)
-        if weight is not None and not capture.wants(held_weight):
-            weight = None
-        if bias is not None and (held_bias is None or not capture.wants(held_bias)):
-            bias = None
-        return cls(
-            seen=_signs_of(layer, capture),
-            shape=layer.weight.shape,
-            held_weight=held_weight,
-            held_bias=None if bias is None else held_bias,
-            weight=weight,
-            bias=bias,
-            outputs=layers.outputs(layer),
-            features=layers.features(layer),
-            is_sharded=is_sharded(held_weight),
-        )
-
-    def is_current(self, layer: Layer, capture: "Capture") -> bool:
-        """Whether nothing has changed since."""
-        return all(map(is_, self.seen, _signs_of(layer, capture))) and self.shape == layer.weight.shape
-
-    @property
-    def may_be_kept(self) -> bool:
-        """Not where tensors that were computed stand in for parameters: they would keep their graph alive."""
-        return all(sign is None or isinstance(sign, nn.Parameter) for sign in self.seen[:2])
-
-    def leaves(self, output: Tensor) -> list[Tensor | Node]:
-        """What tells whether a backward pass through the output adds to ``.grad``: the first that it does add to."""
-        found: list[Tensor | Node] = [leaf for leaf in (self.weight, self.bias) if leaf is not None]
-        if self.is_sharded:  # the whole weight has no memory then, which asking for its node would need
-            return [accumulator(leaf) for leaf in found if isinstance(leaf, Tensor)]
-        assert isinstance(found[0], Tensor)
-        found[0] = accumulator_beside(output, found[0]) or found[0]
-        return found
-
-
-def _signs_of(layer: Layer, capture: "Capture") -> tuple[Any, ...]:
-    """What shows whether a layer's parameters are still those that they were: compared by identity."""
-    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    weight_trains = weight is not None and weight.requires_grad
-    bias_trains = bias is not None and bias.requires_grad
-    return weight, bias, weight_trains, bias_trains, capture.parameters_seen
-
-
-def _trainable(parameter: Any) -> nn.Parameter | None:
-    return parameter if isinstance(parameter, nn.Parameter) and parameter.requires_grad else None

@@ -64,13 +64,8 @@ _ROUNDING = tl.constexpr(
     4 * torch.finfo(torch.float32).eps
 )  # of one step of elimination, approximate divisions included
 _PROBE_TILE, _WRITE_TILE = (64, 128), (32, 128)  # outputs, features
-_GRAM_OPTIONS = {"num_warps": 4, "num_stages": 1}
-_SOLVE_OPTIONS = {"num_warps": 4, "num_stages": 1}
-_LOOK_OPTIONS = {"num_warps": 4, "num_stages": 1}
-_WRITE_OPTIONS = {"num_warps": 4, "num_stages": 1}
 _PROBERS = _MOST_SHARES.value  # programs for all gradients together: about what a large GPU runs at once
 _WRITERS = 528
-_WRITE_STAGES = 1  # of loads under way
 
 
 class DenseLayer(NamedTuple):
@@ -113,21 +108,21 @@ class DenseStep:
         """The Gram matrices, whose factors stand for them from now on. Reads the inputs alone."""
         widest = max(layer.weight_grad.shape[1] for layer in self._layers)
         parts = min(-(-widest // (_LEAST_BLOCKS.value * _GRAM_COLUMNS.value)), _PARTS.value)
-        self._launch(_gram, parts, (), (self._block_rows, PRECISION), **_GRAM_OPTIONS)
+        self._launch(_gram, parts, (), (self._block_rows, PRECISION))
         warps = 1 if self._block_rows <= 32 else 4
-        self._launch(_factor, 1, (self._flags,), (self._block_rows,), num_warps=warps)
+        self._launch(_factor, 1, (self._flags,), (self._block_rows,), warps=warps)
 
     def solve(self) -> None:
         """The solutions, and the probes of the output gradients; after :meth:`factorise`."""
         outputs = max(layer.weight_grad.shape[0] for layer in self._layers)
         solvers = min(-(-outputs // self._block_rows), _MOST_SOLVERS.value)
-        self._launch(_solve, solvers, (self._flags,), (self._block_rows, PRECISION), **_SOLVE_OPTIONS)
+        self._launch(_solve, solvers, (self._flags,), (self._block_rows, PRECISION))
 
     def look(self) -> None:
         """Find out what became of the gradients since the backward pass, which are only read; after :meth:`solve`."""
         share, probers = _shares(self._layers, _PROBE_TILE, _PROBERS)
         constants = (*_PROBE_TILE, self._block_rows, self._aligned)
-        self._launch(_look, probers, (self._flags, share), constants, **_LOOK_OPTIONS)
+        self._launch(_look, probers, (self._flags, share), constants)
 
     def write(self, counts: Tensor, *, steps: int = 0, skips: int = 0) -> None:
         """Write the gradients of all layers, or zeros into all of them if the first flag is set; after all others.
@@ -140,16 +135,17 @@ class DenseStep:
             skips: added to the second one if the first flag is set.
         """
         share, writers = _shares(self._layers, _WRITE_TILE, _WRITERS)
-        constants = (*_WRITE_TILE, self._block_rows, PRECISION, self._aligned, _WRITE_STAGES)
-        self._launch(_write, writers, (self._flags, counts, share, steps, skips), constants, **_WRITE_OPTIONS)
+        constants = (*_WRITE_TILE, self._block_rows, PRECISION, self._aligned)
+        self._launch(_write, writers, (self._flags, counts, share, steps, skips), constants)
 
     def _launch(
-        self, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], **options: Any
+        self, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], *, warps: int = 4
     ) -> None:
         """Launch so many programs for each layer."""
         with device_guard(self._flags.device):
             grid = (len(self._layers), programs, 1)
-            launch(kernel, grid, (self._table, self._scratch, *arguments), constants, **options)
+            arguments = (self._table, self._scratch, *arguments)
+            launch(kernel, grid, arguments, constants, num_warps=warps, num_stages=1)
 
 
 def _shares(layers: Sequence[DenseLayer], tile: tuple[int, int], programs: int) -> tuple[int, int]:
@@ -331,7 +327,7 @@ def _factor(table, scratch, flags, BLOCK_N: tl.constexpr):
     relative = tl.where(trace > 0, damping / rows.to(tl.float32) * trace, 1.0)
     level = tl.where((high_int(more) != 0) & (damping > 0), relative, damping)
     K = gram + tl.where(on_diagonal, tl.where((n < rows)[:, None], level, 1.0), 0.0)
-    V, pivots, ok = _factorised(K, rows, BLOCK_N)
+    V, pivots, ok = _factorised(K, BLOCK_N)
     factor = _factor_at(section, BLOCK_N)
     tl.store(factor + square, V)
     tl.store(factor + BLOCK_N * BLOCK_N + n, pivots)
@@ -341,6 +337,41 @@ def _factor(table, scratch, flags, BLOCK_N: tl.constexpr):
     tl.store(status + 2, ok.to(tl.float32))
     if _is_finite(trace) == 0:
         tl.store(flags, 1)
+
+
+@triton.jit
+def _factorised(K, BLOCK_N: tl.constexpr):
+    """The unit lower triangular V and the pivots of ``K⁻¹ = Vᵀ pivots⁻¹ V``, and whether K is positive definite.
+
+    It is Cholesky's factorisation without square roots, with the inverse of the factor in the place of the factor: one
+    pass over the columns, where a factorisation and two triangular solves would take three. A pivot below the rounding
+    of the entry that it came from says nothing about K, and fails.
+    """
+    n = tl.arange(0, BLOCK_N)
+    rounding = tl.sum(tl.where(n[:, None] == n[None, :], K, 0.0), 0) * _ROUNDING
+    M = K  # from the left V grows over what is left to eliminate
+    pivots = tl.zeros((BLOCK_N,), tl.float32)
+    if BLOCK_N <= 32:
+        for k in tl.static_range(BLOCK_N):  # a known k makes most of a step vanish
+            M, pivots = _eliminated(M, pivots, k, BLOCK_N)
+    else:
+        for k in range(BLOCK_N):
+            M, pivots = _eliminated(M, pivots, k, BLOCK_N)
+    ok = tl.min((pivots > rounding).to(tl.int32), 0) == 1
+    V = tl.where(n[:, None] > n[None, :], M, tl.where(n[:, None] == n[None, :], 1.0, 0.0))
+    return V, pivots, ok
+
+
+@triton.jit
+def _eliminated(M, pivots, k, BLOCK_N: tl.constexpr):
+    """One step: row k is subtracted from those below, and what is left of column k gives way to V's."""
+    n = tl.arange(0, BLOCK_N)
+    row = tl.sum(tl.where((n == k)[:, None], M, 0.0), 0)
+    pivot = tl.gather(row, n * 0 + k, 0)
+    multipliers = (row / pivot)[:, None]  # what is left is symmetric: the row is the column
+    row = tl.where(n == k, 1.0, row)[None, :]
+    left = tl.where((n == k)[None, :], 0.0, M)
+    return tl.where((n > k)[:, None], left - multipliers * row, M), tl.where(n == k, pivot, pivots)
 
 
 @triton.jit(do_not_specialize=["table", "scratch", "flags"])
@@ -377,41 +408,6 @@ def _solve(table, scratch, flags, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr
     tl.store(place + n[:, None] * _PROBES + probe[None, :], sums, (probe < _PROBES)[None, :])
     if (infinite > 0) & (tl.load(_status_at(section, BLOCK_N) + 2) != 0):
         tl.store(flags, 1)
-
-
-@triton.jit
-def _factorised(K, rows, BLOCK_N: tl.constexpr):
-    """The unit lower triangular V and the pivots of ``K⁻¹ = Vᵀ pivots⁻¹ V``, and whether K is positive definite.
-
-    It is Cholesky's factorisation without square roots, with the inverse of the factor in the place of the factor: one
-    pass over the columns, where a factorisation and two triangular solves would take three. A pivot below the rounding
-    of the entry that it came from says nothing about K, and fails.
-    """
-    n = tl.arange(0, BLOCK_N)
-    rounding = tl.sum(tl.where(n[:, None] == n[None, :], K, 0.0), 0) * _ROUNDING
-    M = K  # from the left V grows over what is left to eliminate
-    pivots = tl.zeros((BLOCK_N,), tl.float32)
-    if BLOCK_N <= 32:
-        for k in tl.static_range(BLOCK_N):  # a known k makes most of a step vanish
-            M, pivots = _eliminated(M, pivots, k, BLOCK_N)
-    else:
-        for k in range(BLOCK_N):
-            M, pivots = _eliminated(M, pivots, k, BLOCK_N)
-    ok = tl.min((pivots > rounding).to(tl.int32), 0) == 1
-    V = tl.where(n[:, None] > n[None, :], M, tl.where(n[:, None] == n[None, :], 1.0, 0.0))
-    return V, pivots, ok
-
-
-@triton.jit
-def _eliminated(M, pivots, k, BLOCK_N: tl.constexpr):
-    """One step: row k is subtracted from those below, and what is left of column k gives way to V's."""
-    n = tl.arange(0, BLOCK_N)
-    row = tl.sum(tl.where((n == k)[:, None], M, 0.0), 0)
-    pivot = tl.gather(row, n * 0 + k, 0)
-    multipliers = (row / pivot)[:, None]  # what is left is symmetric: the row is the column
-    row = tl.where(n == k, 1.0, row)[None, :]
-    left = tl.where((n == k)[None, :], 0.0, M)
-    return tl.where((n > k)[:, None], left - multipliers * row, M), tl.where(n == k, pivot, pivots)
 
 
 @triton.jit
@@ -555,7 +551,6 @@ def _write(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """``s c Aᵀ X`` for some tiles of one layer's gradient."""
     layer, program = tl.program_id(0), tl.program_id(1)
@@ -598,7 +593,7 @@ def _write(
             tl.store(place, tl.where(is_bad, 0.0, G), mask)
             tl.store(bias_grad + o, tl.where(is_bad, 0.0, b), has_bias)
     else:
-        for tile in tl.range(program, tiles, programs, num_stages=STAGES):
+        for tile in range(program, tiles, programs):
             o, d, place, mask = _tile_at(tile, gradient, tiles_across, features, outputs, TILE_O, TILE_D)
             has_bias = o < tl.where(tile % tiles_across == 0, biases, 0)
             A = tl.load(solution + o[:, None].to(tl.int64) * BLOCK_N + n[None, :], (o < outputs)[:, None], other=0.0)

@@ -167,9 +167,7 @@ def _earlier_drop(cells: Cells) -> Statement:
 
     def earlier(cell: Cell) -> bool | None:
         curves = [curve for entry in cells[cell].values() for curve in entry.curves("train_loss")]
-        if not all(entry.runs for entry in cells[cell].values()) or any(
-            len(c) < 2 * READINGS_OF_A_DROP for c in curves
-        ):
+        if not all(entry.runs for entry in cells[cell].values()) or min(map(len, curves)) < 2 * READINGS_OF_A_DROP:
             return None
         mine, yours = pairs[cell]
         return mine is not None and (yours is None or mine < yours)

@@ -65,7 +65,7 @@ def _headlines(entries: Iterable[Entry]) -> Table:
     """Returns what the runs came to, compared after the last epoch that all of the headlines' runs have."""
     present = [entry for entry in entries if entry.runs]
     headlines = [run for entry in present if entry.contestant.headline for run in entry.runs]
-    epochs = [dict(run.curve("epoch_loss")).keys() & dict(run.curve("test_accuracy")).keys() - {0} for run in headlines]
+    epochs = [dict(run.curve("epoch_loss")).keys() & dict(run.curve("test_accuracy")).keys() for run in headlines]
     end = max(set.intersection(*map(set, epochs)), default=0) if epochs else 0
     columns = [
         "contestant",
