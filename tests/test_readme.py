@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ import consequent
 from consequent_lab.faults.record import recorded
 from consequent_lab.faults_command import table
 from consequent_lab.paper import learning_rates, mlp, resnet20
+from consequent_lab.paper.archive import Archive
+from consequent_lab.paper.entries import seconds_of
+from consequent_lab.paper.experiments import experiments, find
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -295,3 +299,35 @@ def test_what_is_said_of_perceptrons_is_what_was_found():
     assert max(abs(gap) for name, gap in lower.items() if "unit" in name) < 0.6
     (said,) = re.findall(r"up to ([\d.]+) points lower with normalised features", text)
     assert max(gap for name, gap in lower.items() if "features" in name) == within_rounding(said)
+
+
+def test_how_many_statements_hold_is_what_was_found():
+    (said,) = re.findall(r"Of (\d+) statements of the paper (\d+) hold, (\d+) hold in part and (\d+) do not", README)
+    findings = find(list(experiments()), ROOT / "results" / "paper")
+    verdicts = Counter(statement.verdict for finding in findings for statement in finding.statements)
+    expected = [verdicts[verdict] for verdict in ("holds", "holds in part", "does not hold")]
+    assert [int(number) for number in said] == [verdicts.total(), *expected]
+    for words in (
+        "SGD with BatchNorm performed almost the same as C-SGD",
+        "On Fashion-MNIST their performances in time",
+    ):
+        (statement,) = (s for finding in findings for s in finding.statements if words in s.paper)
+        assert statement.verdict == "does not hold"
+
+
+def test_times_of_an_iteration_are_those_in_results():
+    text = " ".join(README.split())
+    (said,) = re.findall(
+        r"C-SGD takes ([\d.]+) of the time of SGD with BatchNorm on ResNet-20 and ([\d.]+) to ([\d.]+) of SGD's", text
+    )
+    archive = Archive(ROOT / "results" / "paper")
+
+    def seconds(recipe, variant):
+        (run,) = archive.runs(f"{recipe}-timing", variant)
+        return seconds_of(run)
+
+    sets = ("cifar10", "cifar100", "fashion-mnist")
+    ratios = [seconds("mlp", f"{name}-unit-c-sgd") / seconds("mlp", f"{name}-unit-sgd") for name in sets]
+    ratio = seconds("resnet20", "c-sgd") / seconds("resnet20", "sgd-bn")
+    for number, value in zip(said, (ratio, min(ratios), max(ratios)), strict=True):
+        assert value == within_rounding(number)
