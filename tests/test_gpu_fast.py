@@ -87,6 +87,31 @@ def test_more_rows_than_the_dense_kernel_takes():
     assert distance(models[0], models[1], start) < 1e-3
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_large_matrices_are_factorised_together(graph):
+    """Of two sizes, one of them by blocks; eager, later by recordings, and in a CUDA graph. Float64 is the reference."""
+    torch.manual_seed(0)
+    start = mlp(700, [700, 1100, 1100, 700], 10)
+    generator = torch.Generator().manual_seed(1)
+    inputs, labels = torch.randn(3000, 700, generator=generator), torch.randint(0, 10, (3000,), generator=generator)
+    models = []
+    for device, dtype in (("cuda", torch.float32), ("cpu", torch.float64)):
+        model = copy.deepcopy(start).to(device, dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        correction = consequent.attach(optimizer, model, damping=1.0)
+        batch = inputs.to(device, dtype), labels.to(device)
+        if graph and device == "cuda":
+            step = captured(model, optimizer, *batch)  # after three
+            for _ in range(3):
+                step.replay()
+        else:
+            for _ in range(6):
+                take_step(model, optimizer, *batch)
+        assert correction.counters == consequent.correction.Counters(steps=6)
+        models.append(model.cpu())
+    assert distance(models[0], models[1], start) < 1e-3
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_inputs_are_multiplied_exactly(dtype):
     rows = torch.randn(300, 400, device="cuda").to(dtype)

@@ -139,3 +139,17 @@ def test_pieces_that_no_longer_come_are_forgotten():
         squares(buffer, "new")
         squares.replays.end_round()
     assert set(squares.replays._pieces) == {"new"}
+
+
+def test_work_that_is_not_recorded_puts_its_results_there_too():
+    """Others, recorded, may read them there."""
+    squares = Squares(Replays(Recorder()))
+    one = torch.ones(3)
+    for _ in range(2):
+        squares(one)
+    (recorded, _) = squares(one)
+    other = torch.full((3,), 2.0)
+    (squared, total) = squares(other)
+    assert squared is recorded
+    assert torch.equal(squared, other.square())
+    assert total == 6

@@ -3,17 +3,20 @@
 What a layer's factorisation needs, its inputs, is known when the backward pass reaches the layer; the gradient that it
 is applied to is final only at the step. In between, backpropagation through the layers before it keeps the GPU partly
 busy at best. Layers of one shape go together, as many as a little memory has room for: the host launches once for all
-of them, and from their third step on by a recording of the launches (:mod:`consequent.replay`).
+of them, and from their third step on by a recording of the launches (:mod:`consequent.replay`). Large matrices, each of
+which is a long chain of small steps for a few multiprocessors, wait for others of their size, whatever their inputs.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from consequent import kernels, layers
 from consequent.autograd import graph_is_being_captured
+from consequent.batches import Batches
 from consequent.inverse_factor import InverseFactor, inverse_factor
 from consequent.moments import second_moments
 from consequent.precision import in_full_precision
@@ -22,51 +25,70 @@ from consequent.replay import GraphRecorder, Replays
 from consequent.settings import Damping
 from consequent.streams import side_stream, switched_to
 
-MOST_TOGETHER = 8  # layers in a group
-
-# Bytes that groups hold on to, about: their inputs, moments and factors. Large groups cost the host less, and memory
-# more; so they may have a share of what a pass is given in all, within limits. In a CUDA graph, where nothing is
-# launched late, a larger one leaves the backward pass more of the device.
-LEAST_MEMORY, MOST_MEMORY = 11 * 2**20, 64 * 2**20
-SHARE, SHARE_IN_GRAPH = 64, 4
-
-MOST_RECORDED = 512 * 2**20  # of a group: more keeps the GPU busy for longer than the host
+MOST_TOGETHER = 8  # layers in a batch
 
 
-@dataclass
-class _Group:
-    """Records of one kind that wait."""
+@dataclass(frozen=True)
+class Room:
+    """Bytes that what waits may hold on to: a share of what a pass is given in all, within limits.
 
-    kind: Hashable
+    Large batches cost the host less, and memory more. In a CUDA graph, where nothing is launched late, larger ones
+    leave the backward pass more of the device.
+    """
+
+    least: int
+    most: int
+    share: int  # of what is given, one so-manieth
+    share_in_graph: int
+
+    def within(self, given: int) -> int:
+        """Of so many bytes."""
+        share = self.share_in_graph if graph_is_being_captured() else self.share
+        return min(max(given // share, self.least), self.most)
+
+
+FOR_INPUTS = Room(11 * 2**20, 64 * 2**20, 64, 4)  # of layers, their moments and factors
+FOR_LARGE_MOMENTS = Room(64 * 2**20, 2**30, 8, 4)  # and their factors
+
+LARGE = 640  # features from which on a moment waits for others of its size
+
+MOST_RECORDED = 2**30  # bytes: more keeps the GPU busy for longer than the host, and a recording keeps its memory
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A layer's inputs, and what is to become of them."""
+
+    record: Record
+    inputs: Tensor
+    ready: torch.cuda.Event  # when the inputs are there
     damping: Damping
-    device: torch.device
-    ready: torch.cuda.Event  # when the inputs of all are there
-    records: list[Record] = field(default_factory=list)
-    bytes: int = 0
-
-
-@dataclass
-class _Pass:
-    """A backward pass on a device."""
-
-    began: torch.cuda.Event  # when the forward pass was over
-    room: int  # bytes that groups may hold on to
-    given: int = 0  # bytes that it took for all that was added
-    groups: dict[Hashable, _Group] = field(default_factory=dict)  # by their kinds, the oldest first
+    is_factorised: bool  # not where moments of other uses or of other ranks are still to be added
 
     @property
-    def bytes(self) -> int:
-        return sum([group.bytes for group in self.groups.values()])
+    def kind(self) -> Hashable:
+        """What tasks must have in common to be done together."""
+        inputs = self.inputs
+        return _geometry(self.record), inputs.shape, inputs.stride(), inputs.dtype, self.damping, self.is_factorised
+
+    @property
+    def kind_of_factor(self) -> Hashable:
+        """Likewise, once the moment is there."""
+        rows = self.record.rows if self.damping.relative else None
+        return layers.groups(self.record.layer), self.record.columns, self.inputs.dtype, self.damping, rows
+
+    @property
+    def bytes_of_factor(self) -> int:
+        """About, with what it takes to compute it."""
+        return 20 * layers.groups(self.record.layer) * self.record.columns**2
 
 
 class Ahead:
-    """Groups of records whose moments are computed, and factorised, beside the backward pass."""
+    """Records whose moments are computed, and factorised, beside the backward pass."""
 
     def __init__(self) -> None:
         self.factorises = True  # not where the moments of other ranks are still to be added
-        self._passes: dict[torch.device, _Pass] = {}
-        self._given: dict[torch.device, int] = {}  # what the last pass was given
-        self._replays: dict[torch.device, Replays] = {}
+        self._devices: dict[torch.device, _Beside] = {}
 
     def takes(self, record: Record) -> bool:
         """Whether the record's moment can wait and be computed with others: one use, on a GPU with kernels."""
@@ -82,91 +104,142 @@ class Ahead:
             record: one that :meth:`takes` approves of.
             damping: λ, to factorise the moment with.
         """
-        use = record.uses[0]
-        inputs = use.inputs
+        inputs = record.uses[0].inputs
         assert inputs is not None
-        device = inputs.device
-        running = self._passes.get(device)
-        if running is None:
-            began = torch.cuda.current_stream(device.index).record_event()
-            running = self._passes[device] = _Pass(began, _room(self._given.get(device, 0)))
-        kind = (_kind_of(record), inputs.shape, inputs.stride(), inputs.dtype, damping)
-        group = running.groups.get(kind)
-        if group is None:
-            group = running.groups[kind] = _Group(kind, damping, device, running.began)
-        # The inputs wait since the forward pass, unless they were recomputed or brought back now. So a CUDA graph, in
-        # which the host's order means nothing, can do all of this in the shadow of the whole backward pass.
-        if not use.inputs_stayed:
-            group.ready = torch.cuda.current_stream(device.index).record_event()
-        needed = inputs.nbytes + 20 * record.columns**2
-        group.records.append(record)
-        group.bytes += needed
-        running.given += needed
-        if len(group.records) == MOST_TOGETHER or group.bytes >= running.room:
-            self._start(running.groups.pop(kind))
-        while running.bytes >= running.room:
-            self._start(running.groups.pop(next(iter(running.groups))))
-
-    def _start(self, group: _Group) -> None:
-        """Start with what waits."""
-        records, device = group.records, group.device
-        inputs = [tensor for record in records if (tensor := record.uses[0].inputs) is not None]
-        size = records[0].columns
-        factorises = self.factorises and all(record.usual_uses == 1 for record in records)
-        summing, factorising = _side_streams(device)
-        if graph_is_being_captured() or not _is_worth_recording(group, inputs[0].dtype):
-            summing.wait_event(group.ready)
-            with switched_to(summing):
-                results = _reduced(group, inputs, factorises, factorising)
-            last = summing
-        else:
-            factorising.wait_event(group.ready)
-            with switched_to(factorising):
-                piece = (*records, size, inputs[0].dtype, factorises)
-                key = (*[tensor.data_ptr() for tensor in inputs], group.kind, factorises)
-                replays = self._replays.setdefault(device, Replays(GraphRecorder()))
-                results = replays.run(piece, key, lambda: _reduced(group, inputs, factorises, None))
-            last = factorising
-        for tensor in inputs:
-            tensor.record_stream(last)  # its memory is not used again before that is over
-        for record, moment, *factor in zip(records, *[iter(results)] * (3 if factorises else 1), strict=True):
-            record.reduce_to(moment, (group.damping, InverseFactor(*factor)) if factor else None)
+        beside = self._devices.get(inputs.device)
+        if beside is None:
+            beside = self._devices[inputs.device] = _Beside(inputs.device)
+        beside.add(record, inputs, damping, is_factorised=self.factorises and record.usual_uses == 1)
 
     def join(self) -> None:
         """Let the current streams wait for all that was added; the host does not wait."""
-        for device, running in self._passes.items():
-            for group in running.groups.values():
-                self._start(group)
-            self._given[device] = running.given
-            current = torch.cuda.current_stream(device.index)
-            for stream in _side_streams(device):
-                current.wait_stream(stream)
-            if device in self._replays:
-                self._replays[device].end_round()
-        self._passes.clear()
+        for beside in self._devices.values():
+            beside.join()
 
     def forget(self) -> None:
         """Drop what waits: its gradients are gone."""
-        self._passes.clear()
+        for beside in self._devices.values():
+            beside.forget()
+
+
+class _Beside:
+    """What is done beside the backward pass on one device.
+
+    There are two streams, one for moments and one for factors, so that the next batch's moments need not wait for this
+    one's factors. Factors are one after the other, as their programs wait for each other: two such launches might each
+    have half of the device. So recordings that have both are replayed on the second.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._inputs: Batches[_Task] = Batches(MOST_TOGETHER)
+        self._moments: Batches[_Task] = Batches(MOST_TOGETHER)  # large ones, to be factorised
+        self._began: torch.cuda.Event | None = None  # the backward pass: when the forward pass was over
+        self._given = 0  # bytes that it took for all that was added,
+        self._given_before = 0  # and in the last pass
+        self._recorded_moments = Replays(GraphRecorder())
+        self._recorded_factors = Replays(GraphRecorder())
+
+    def add(self, record: Record, inputs: Tensor, damping: Damping, *, is_factorised: bool) -> None:
+        if self._began is None:
+            self._began = torch.cuda.current_stream(self._device.index).record_event()
+        # The inputs wait since the forward pass, unless they were recomputed or brought back now. So a CUDA graph, in
+        # which the host's order means nothing, can do all of this in the shadow of the whole backward pass.
+        stayed = record.uses[0].inputs_stayed
+        ready = self._began if stayed else torch.cuda.current_stream(self._device.index).record_event()
+        task = _Task(record, inputs, ready, damping, is_factorised)
+        size = inputs.nbytes + task.bytes_of_factor
+        self._given += size
+        for batch in self._inputs.add(task.kind, task, size, FOR_INPUTS.within(self._given_before)):
+            self._sum_up(batch)
+
+    def join(self) -> None:
+        if self._began is None:
+            return
+        for batch in self._inputs.end_round():
+            self._sum_up(batch)
+        for batch in self._moments.end_round():
+            self._factorise(batch)
+        self._began, self._given_before, self._given = None, self._given, 0
+        current = torch.cuda.current_stream(self._device.index)
+        for stream in self._streams():
+            current.wait_stream(stream)
+        for replays in (self._recorded_moments, self._recorded_factors):
+            replays.end_round()
+
+    def forget(self) -> None:
+        self._inputs.forget()
+        self._moments.forget()
+        self._began, self._given = None, 0
+
+    def _streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        return side_stream(self._device, "moments"), side_stream(self._device, "factors")
+
+    def _sum_up(self, batch: list[_Task]) -> None:
+        """Reduce the inputs of one kind to moments, and factorise these unless they are large."""
+        first = batch[0]
+        inputs = [task.inputs for task in batch]
+        summing, factorising = self._streams()
+        factorises = first.is_factorised and first.record.columns <= LARGE
+        is_recorded = not graph_is_being_captured() and _is_worth_recording(batch)
+        stream = factorising if factorises and is_recorded else summing
+        for ready in {task.ready for task in batch}:
+            stream.wait_event(ready)
+        with switched_to(stream):
+            if is_recorded:
+                replays = self._recorded_factors if factorises else self._recorded_moments
+                key = (first.kind, *[tensor.data_ptr() for tensor in inputs])
+                results = replays.run(_piece_of(batch), key, partial(_reduced, first, inputs, factorises, None))
+            else:
+                results = _reduced(first, inputs, factorises, factorising)
+        for tensor in inputs:
+            tensor.record_stream(stream)  # its memory is not used again before that is over
+        for task, moment, *factor in zip(batch, *[iter(results)] * (3 if factorises else 1), strict=True):
+            task.record.reduce_to(moment, (task.damping, InverseFactor(*factor)) if factor else None)
+            if task.is_factorised and not factorises:
+                self._factorise_soon(task)
+
+    def _factorise_soon(self, task: _Task) -> None:
+        room = FOR_LARGE_MOMENTS.within(self._given_before)
+        for batch in self._moments.add(task.kind_of_factor, task, task.bytes_of_factor, room):
+            self._factorise(batch)
+
+    def _factorise(self, batch: list[_Task]) -> None:
+        """Factorise the moments of one size."""
+        first = batch[0]
+        moments = [moment for task in batch if (moment := task.record.moment) is not None]
+        summing, factorising = self._streams()
+        factorising.wait_stream(summing)
+        work = partial(_factorised, moments, first.damping, first.record.rows)
+        with switched_to(factorising):
+            if not graph_is_being_captured() and _is_worth_recording(batch):
+                key = (first.kind_of_factor, *[moment.data_ptr() for moment in moments])
+                results = self._recorded_factors.run(("factors", *_piece_of(batch)), key, work)
+            else:
+                results = work()
+        for moment in moments:
+            moment.record_stream(factorising)
+        for task, inverse, status in zip(batch, *[iter(results)] * 2, strict=True):
+            task.record.factor = task.damping, InverseFactor(inverse, status)
 
 
 @in_full_precision
 def _reduced(
-    group: _Group, inputs: list[Tensor], factorises: bool, factorising: torch.cuda.Stream | None
+    task: _Task, inputs: list[Tensor], factorises: bool, factorising: torch.cuda.Stream | None
 ) -> tuple[Tensor, ...]:
-    """The moment of each record of the group, and its inverse factor and status if it is to be factorised.
+    """The moment of each layer, and its inverse factor and status if it is to be factorised.
 
     Args:
-        group: records of one kind.
-        inputs: their inputs.
+        task: one of a kind.
+        inputs: of all of its kind.
         factorises: whether they are factorised too,
         factorising: and on which stream, if it is another one.
     """
-    first = group.records[0]
-    moments = second_moments(first.layer, inputs, ones=first.uses[0].bias is not None)
+    record = task.record
+    moments = second_moments(record.layer, inputs, ones=bool(record.biases))
     if not factorises:
         return tuple(moments.unbind())
-    level = group.damping.absolute_for(moments, first.rows)
+    level = task.damping.absolute_for(moments, record.rows)
     if factorising is None:
         factors = inverse_factor(moments, level)
     else:
@@ -178,28 +251,29 @@ def _reduced(
     return tuple([tensor for part in parts for tensor in part])
 
 
-def _room(given: int) -> int:
-    """Bytes that groups may hold on to in a pass that is given so many in all."""
-    share = SHARE_IN_GRAPH if graph_is_being_captured() else SHARE
-    return min(max(given // share, LEAST_MEMORY), MOST_MEMORY)
+@in_full_precision
+def _factorised(moments: list[Tensor], damping: Damping, rows: int) -> tuple[Tensor, ...]:
+    """The inverse factor and the status of each moment, all of one size and, if λ is relative, of as many rows."""
+    together = torch.stack(moments)
+    factors = inverse_factor(together, damping.absolute_for(together, rows), overwrite=True)
+    parts = zip(factors.inverse.unbind(), factors.status.unbind(), strict=True)
+    return tuple([tensor for part in parts for tensor in part])
 
 
-def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """One for moments and one for factors, so that the next group's moments need not wait for this one's factors.
-
-    Factors are one after the other, as their programs wait for each other: two such launches might each have half of
-    the device. So recordings, which have both, are replayed on the second.
-    """
-    return side_stream(device, "moments"), side_stream(device, "factors")
+def _piece_of(batch: list[_Task]) -> tuple[Hashable, ...]:
+    """Whose work it is: its results have the same shapes every time."""
+    first = batch[0]
+    return (*[task.record for task in batch], first.record.columns, first.inputs.dtype, first.is_factorised)
 
 
-def _is_worth_recording(group: _Group, dtype: torch.dtype) -> bool:
+def _is_worth_recording(batch: list[_Task]) -> bool:
     """Whether the host is what it waits for; and not cuSOLVER, which float64 is left to and may not be in a graph."""
-    return group.bytes < MOST_RECORDED and dtype != torch.float64
+    needed = sum([task.bytes_of_factor for task in batch])
+    return needed < MOST_RECORDED and batch[0].inputs.dtype != torch.float64
 
 
-def _kind_of(record: Record) -> Hashable:
-    """What layers must have in common to go together, the shape of their inputs aside."""
+def _geometry(record: Record) -> Hashable:
+    """What layers must have in common for moments to be computed together, the shape of their inputs aside."""
     layer, has_bias = record.layer, record.uses[0].bias is not None
     if layers.is_dense(layer):
         return has_bias

@@ -23,9 +23,6 @@ if TYPE_CHECKING:  # imported where they are needed: Triton is not everywhere
     from consequent.kernels.features import FeatureLayer, PreparedFeatures
 
 
-MOST_MULTIPLICATIONS = 2**28  # of a layer and a product: larger ones gain nothing from going together
-
-
 class FusedStep:
     """The records that the kernels correct together, all on one device."""
 
@@ -56,7 +53,7 @@ class FusedStep:
         if not record.is_reduced:
             return self._take_dense(record, *grads, damping, scale)
         factor = record.factor_for(damping)
-        if factor is None or record.uses or grads[0].shape[0] * record.columns**2 > MOST_MULTIPLICATIONS:
+        if factor is None or record.uses:
             return False
         from consequent.kernels.features import FeatureLayer
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from consequent import kernels
+from consequent.lower import by_lower, by_transposed, lower_by, subtract_square
 from consequent.ridge import has_pivots, more_damped
 
 _MULTIPLE = 32  # blocks are cut at multiples of this, so that their rows are aligned
@@ -56,13 +57,16 @@ class InverseFactor:
         return (self.status[..., 2] > 0) & (self.status[..., 3] > 0)
 
 
-def inverse_factor(matrix: Tensor, level: float | Tensor, *, largest_block: int | None = None) -> InverseFactor:
+def inverse_factor(
+    matrix: Tensor, level: float | Tensor, *, largest_block: int | None = None, overwrite: bool = False
+) -> InverseFactor:
     """The inverse Cholesky factor of ``matrix + λI``. Never waits for the device, and may be in a CUDA graph.
 
     Args:
         matrix: ``[..., n, n]``, symmetric positive semi-definite, float32 or float64.
         level: λ, a number or a tensor that broadcasts with ``[..., 1, 1]``.
         largest_block: that is factorised in one go (default: what is fastest on the device).
+        overwrite: whether the matrix may be, which saves memory.
     """
     batch, size = matrix.shape[:-2], matrix.shape[-1]
     matrices = matrix.reshape(-1, size, size)
@@ -74,7 +78,7 @@ def inverse_factor(matrix: Tensor, level: float | Tensor, *, largest_block: int 
         return InverseFactor(inverse.view(matrix.shape), status.view(*batch, 4))
     trace = matrices.diagonal(dim1=-2, dim2=-1).sum(-1)
     levels = level.expand(*batch, 1, 1).reshape(-1) if isinstance(level, Tensor) else torch.full_like(trace, level)
-    damped = matrices.clone()
+    damped = matrices if overwrite else matrices.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(levels[:, None])
     diagonal = damped.diagonal(dim1=-2, dim2=-1)
     inverse, is_good, raised = _of_block(damped, diagonal, largest_block, by_kernel=by_kernel)
@@ -94,13 +98,14 @@ def _of_block(damped: Tensor, diagonal: Tensor, largest: int, *, by_kernel: bool
     upper, upper_is_good, upper_raised = _of_block(
         damped[:, :half, :half].contiguous(), diagonal[:, :half], largest, by_kernel=by_kernel
     )
-    beside = damped[:, half:, :half] @ upper.mT
-    rest = torch.baddbmm(damped[:, half:, half:], beside, beside.mT, alpha=-1)
+    beside = by_transposed(damped[:, half:, :half], upper)
+    rest = subtract_square(damped[:, half:, half:], beside)
     lower, lower_is_good, lower_raised = _of_block(rest, diagonal[:, half:], largest, by_kernel=by_kernel)
-    inverse = torch.zeros_like(damped)
+    inverse = torch.empty_like(damped)
     inverse[:, :half, :half] = upper
+    inverse[:, :half, half:] = 0
     inverse[:, half:, half:] = lower
-    torch.baddbmm(inverse[:, half:, :half], lower, beside @ upper, beta=0, alpha=-1, out=inverse[:, half:, :half])
+    lower_by(lower, by_lower(beside, upper).neg_(), out=inverse[:, half:, :half])
     return inverse, upper_is_good & lower_is_good, upper_raised + lower_raised
 
 

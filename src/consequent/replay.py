@@ -69,7 +69,8 @@ class Replays:
     def run(self, piece: Hashable, key: Hashable, work: Work) -> tuple[Tensor, ...]:
         """Do the work: as it is twice, and by a recording when it comes again. Not in a CUDA graph of the user's.
 
-        The results of a recording lie in the same place every time. They are overwritten by the next run.
+        Once there is a recording, results lie in the same place every time, whether they are its or not: others may be
+        recorded that read them there. They are overwritten by the next run.
 
         Args:
             piece: whose work this is. Its results have the same shapes every time.
@@ -87,6 +88,9 @@ class Replays:
             recording.replay()
             return known.results
         results = work()
+        if known.results:
+            torch._foreach_copy_(known.results, results)
+            results = known.results
         if key in known.seen and self._may_record(known):
             self._record(known, key, work, results)
         else:

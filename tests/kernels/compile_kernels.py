@@ -62,7 +62,7 @@ def launch_all():
         step.solve()
         step.look()
         step.write(torch.zeros(5, dtype=torch.int64))
-    for outputs, size in ((16, 145), (1100, 1000)):
+    for outputs, size in ((16, 145), (4200, 250), (1100, 1000)):
         layer = features.FeatureLayer(
             torch.ones(outputs, size - 1), torch.ones(outputs), torch.ones(1, size, size), torch.ones(1, 4), 1.0
         )

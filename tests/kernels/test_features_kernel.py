@@ -3,11 +3,22 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from consequent import lower
 from consequent.kernels import features
 from consequent.kernels.features import FeatureLayer, prepare_features, write_features
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DAMPING = 0.1
+
+
+@pytest.fixture(params=["by kernels", "by cuBLAS"], autouse=True)
+def products(request, monkeypatch):
+    """Small products and large ones; these in several parts, as larger ones still would be."""
+    if request.param == "by cuBLAS":
+        monkeypatch.setattr(features, "_MOST_MULTIPLICATIONS", 0)
+        monkeypatch.setattr(lower, "ENTRIES", 1)
+        monkeypatch.setattr(lower, "WIDTH", 1)
+    return request.param
 
 
 def make_layer(outputs, *shape, bias=True, channels_last=False, ok=True, seed=0) -> FeatureLayer:
@@ -90,13 +101,24 @@ def test_more_tiles_than_programs(monkeypatch):
         assert_close(layer, right)
 
 
-def test_only_the_triangle_is_read():
+def test_only_the_triangle_is_read(products):
+    if products == "by cuBLAS":
+        pytest.skip("it reads zeros as well")
     layer = make_layer(20, 50)
     right = reference(layer)
     rows, columns = torch.triu_indices(51, 51, offset=1)
     layer.inverse_factor[0, rows, columns] = float("nan")
     assert rewrite([layer]) == (0, [0, 0, 0, 0, 0])
     assert_close(layer, right)
+
+
+def test_small_and_large_layers_in_one_step(monkeypatch):
+    layers = [make_layer(4, 20), make_layer(40, 80), make_layer(9, 30, ok=False), make_layer(50, 70, ok=False)]
+    monkeypatch.setattr(features, "_MOST_MULTIPLICATIONS", 10_000)
+    wanted = [reference(layer) for layer in layers[:2]] + [shortened(layer) for layer in layers[2:]]
+    assert rewrite(layers, steps=1, skips=1) == (0, [1, 0, 0, 2, 0])
+    for layer, right in zip(layers, wanted, strict=True):
+        assert_close(layer, right)
 
 
 def test_nothing_is_written_before_the_second_half():

@@ -134,7 +134,7 @@ class DenseStep:
             steps: added to the first count.
             skips: added to the second one if the first flag is set.
         """
-        share, writers = _shares(self._layers, _WRITE_TILE, _WRITERS)
+        share, writers = _shares_of_rows(self._layers, _WRITE_TILE, _WRITERS)
         constants = (*_WRITE_TILE, self._block_rows, PRECISION, self._aligned)
         self._launch(_write, writers, (self._flags, counts, share, steps, skips), constants)
 
@@ -154,6 +154,18 @@ def _shares(layers: Sequence[DenseLayer], tile: tuple[int, int], programs: int) 
     tiles = [-(-outputs // tile[0]) * -(-features // tile[1]) for outputs, features in shapes]
     share = -(-sum(tiles) // programs)
     return share, -(-max(tiles) // share)
+
+
+def _shares_of_rows(layers: Sequence[DenseLayer], tile: tuple[int, int], programs: int) -> tuple[int, int]:
+    """The same where a program takes tiles of one row of tiles."""
+    shapes = [layer.weight_grad.shape for layer in layers]
+    rows = [(-(-outputs // tile[0]), -(-features // tile[1])) for outputs, features in shapes]
+    share = -(-sum([down * across for down, across in rows]) // programs)
+    while True:
+        needed = [down * -(-across // share) for down, across in rows]
+        if sum(needed) <= programs or share >= max([across for _, across in rows]):
+            return share, max(needed)
+        share += 1
 
 
 def _table_of(layers: Sequence[DenseLayer], block_rows: int) -> tuple[list[int], int, bool]:
@@ -552,15 +564,17 @@ def _write(
     PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """``s c Aᵀ X`` for some tiles of one layer's gradient."""
+    """``s c Aᵀ X`` for some neighbouring tiles of one layer's gradient, which have A in common."""
     layer, program = tl.program_id(0), tl.program_id(1)
     entry = table + layer * _FIELDS
     shape, widths = tl.load(entry + 4), tl.load(entry + 5)
     rows, features, outputs, input_stride = low_int(shape), high_int(shape), low_int(widths), high_int(widths)
     tiles_across = tl.cdiv(features, TILE_D)
-    tiles = tiles_across * tl.cdiv(outputs, TILE_O)
-    programs = tl.cdiv(tiles, share)
-    if program >= programs:
+    shares = tl.cdiv(tiles_across, share)  # of a row of tiles
+    first = program % shares * share
+    last = tl.minimum(first + share, tiles_across)
+    o = program // shares * TILE_O + tl.arange(0, TILE_O)
+    if program >= shares * tl.cdiv(outputs, TILE_O):
         return
     inputs, gradient = floats_at(tl.load(entry)), floats_at(tl.load(entry + 2))
     bias_address = tl.load(entry + 3)
@@ -583,34 +597,23 @@ def _write(
         inputs, gradient = aligned_floats_at(tl.load(entry)), aligned_floats_at(tl.load(entry + 2))
         features, input_stride = in_fours(features), in_fours(input_stride)
     n = tl.arange(0, BLOCK_N)
-    biases = tl.where(bias_address != 0, outputs, 0)
+    row = gradient + o[:, None].to(tl.int64) * features
+    has_bias = o < tl.where((bias_address != 0) & (first == 0), outputs, 0)
     if is_bad | edited | (ok == 0):
-        for tile in range(program, tiles, programs):
-            o, d, place, mask = _tile_at(tile, gradient, tiles_across, features, outputs, TILE_O, TILE_D)
-            has_bias = o < tl.where(tile % tiles_across == 0, biases, 0)
-            G = tl.load(place, mask, other=0.0) * shortening
-            b = tl.load(bias_grad + o, has_bias, other=0.0) * shortening
-            tl.store(place, tl.where(is_bad, 0.0, G), mask)
-            tl.store(bias_grad + o, tl.where(is_bad, 0.0, b), has_bias)
+        for tile in range(first, last):
+            d = tile * TILE_D + tl.arange(0, TILE_D)
+            mask = (o < outputs)[:, None] & (d < features)[None, :]
+            G = tl.load(row + d[None, :], mask, other=0.0) * shortening
+            tl.store(row + d[None, :], tl.where(is_bad, 0.0, G), mask)
+        b = tl.load(bias_grad + o, has_bias, other=0.0) * shortening
+        tl.store(bias_grad + o, tl.where(is_bad, 0.0, b), has_bias)
     else:
-        for tile in range(program, tiles, programs):
-            o, d, place, mask = _tile_at(tile, gradient, tiles_across, features, outputs, TILE_O, TILE_D)
-            has_bias = o < tl.where(tile % tiles_across == 0, biases, 0)
-            A = tl.load(solution + o[:, None].to(tl.int64) * BLOCK_N + n[None, :], (o < outputs)[:, None], other=0.0)
-            X = tl.load(
-                inputs + n[:, None].to(tl.int64) * input_stride + d[None, :],
-                (n < rows)[:, None] & (d < features)[None, :],
-                other=0.0,
-            )
-            A = A * (factor * scale)
-            tl.store(place, tl.dot(A, X, input_precision=PRECISION), mask)
-            tl.store(bias_grad + o, tl.sum(A, 1), has_bias)
-
-
-@triton.jit
-def _tile_at(tile, gradient, tiles_across, features, outputs, TILE_O: tl.constexpr, TILE_D: tl.constexpr):
-    """The outputs and features of a tile, where its entries are, and which of them there are."""
-    o = tile // tiles_across * TILE_O + tl.arange(0, TILE_O)
-    d = tile % tiles_across * TILE_D + tl.arange(0, TILE_D)
-    place = gradient + o[:, None].to(tl.int64) * features + d[None, :]
-    return o, d, place, (o < outputs)[:, None] & (d < features)[None, :]
+        A = tl.load(solution + o[:, None].to(tl.int64) * BLOCK_N + n[None, :], (o < outputs)[:, None], other=0.0)
+        A = A * (factor * scale)
+        X_row = inputs + n[:, None].to(tl.int64) * input_stride
+        for tile in range(first, last):
+            d = tile * TILE_D + tl.arange(0, TILE_D)
+            X = tl.load(X_row + d[None, :], (n < rows)[:, None] & (d < features)[None, :], other=0.0)
+            mask = (o < outputs)[:, None] & (d < features)[None, :]
+            tl.store(row + d[None, :], tl.dot(A, X, input_precision=PRECISION), mask)
+        tl.store(bias_grad + o, tl.sum(A, 1), has_bias)

@@ -4,11 +4,15 @@
 ``G (S + λI)⁻¹ = (G Wᵀ) W`` with ``W = L⁻¹`` and ``S + λI = L Lᵀ``: the second moment of every layer was factorised when
 its inputs were known, and what is left are two products with a lower triangular matrix. Products with one triangular
 factor are as accurate as triangular solves, and all of their tiles can run at once.
+
+Large products are left to cuBLAS, one by one. Then the first launch gathers their gradients, and the second puts the
+products in their place.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,6 +31,7 @@ from consequent.kernels.table import (
     low_float,
     low_int,
 )
+from consequent.lower import by_lower, by_transposed
 
 __all__ = ["FeatureLayer", "PreparedFeatures", "prepare_features", "write_features"]
 
@@ -35,6 +40,7 @@ PRECISION = "tf32x3"  # of matrix products: about that of float32; "ieee" is flo
 _FIELDS = tl.constexpr(9)  # entries of the table per layer
 _MOST_PROGRAMS = 1024  # per layer; each then takes several tiles
 _LARGE_FROM = 1 << 20  # entries of a gradient, from which on there are tiles enough to fill a GPU with large ones
+_MOST_MULTIPLICATIONS = 1 << 28  # of a layer and a product: larger ones gain nothing from going together
 
 
 class Tiling(NamedTuple):
@@ -54,6 +60,7 @@ class Tiling(NamedTuple):
 # For the first product and for the second. Small layers are a matter of latency: many programs, few steps in each.
 _SMALL = Tiling(16, 64, 64, 1), Tiling(16, 32, 64, 1)
 _LARGE = Tiling(64, 64, 32, 4), Tiling(64, 64, 32, 4)
+_COPIES = Tiling(16, 128, 1, 1)  # nothing is summed
 
 
 class FeatureLayer(NamedTuple):
@@ -61,47 +68,53 @@ class FeatureLayer(NamedTuple):
 
     weight_grad: Tensor  # G: [O, D] or [O, C, *taps], contiguous or channels last
     bias_grad: Tensor | None  # [O], contiguous; the last column of G
-    inverse_factor: Tensor  # W: [1, D, D], or [1, D + 1, D + 1] with a bias; contiguous, read up to its diagonal
+    inverse_factor: Tensor  # W: [1, D, D], or [1, D + 1, D + 1] with a bias; contiguous, zero above the diagonal
     status: Tensor  # float32 [1, 4]: trace of S, λ, whether there is a factor, how many of its pivots were raised
     scale: float  # s, what the loss was divided by
 
 
 @dataclass
 class PreparedFeatures:
-    """What :func:`write_features` needs; keeps alive what the table points to."""
+    """What :func:`write_features` needs; keeps alive what the tables point to."""
+
+    small: "_Multiplied | None"
+    large: "_Multiplied | None"
+    bad: Tensor
+
+
+@dataclass
+class _Multiplied:
+    """Layers and, in the scratch, the first product of small ones or the second one of large ones."""
 
     layers: Sequence[FeatureLayer]
+    shapes: list[tuple[int, int]]
     table: Tensor
     scratch: Tensor
-    bad: Tensor
-    tiling: Tiling
-    programs: int
+
+    @property
+    def entries(self) -> list[int]:
+        """How many each layer has in the scratch."""
+        return [outputs * size for outputs, size in self.shapes]
+
+    def launch(self, kernel: Any, tiling: Tiling, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
+        """Launch as many programs for each layer as its tiles keep busy."""
+        grid = (len(self.layers), tiling.programs(self.shapes), 1)
+        launch(kernel, grid, (self.table, self.scratch, *arguments), constants, num_stages=tiling.stages)
 
 
 def prepare_features(layers: Sequence[FeatureLayer], bad: Tensor) -> PreparedFeatures:
-    """``Y = G Wᵀ`` for all layers; their gradients are read and not yet written.
+    """``Y = G Wᵀ`` for all layers, and ``Y W`` for large ones; their gradients are read and not yet written.
 
     Args:
         layers: all on one device.
         bad: int32 of one element; becomes 1 if a layer's gradient, trace or product is not finite.
     """
-    device = bad.device
-    values, shapes = _table_of(layers)
-    entries = [outputs * size for outputs, size in shapes]
-    first, second = _LARGE if max(entries, default=0) >= _LARGE_FROM else _SMALL
-    scratch = torch.empty(sum(entries), device=device)
-    with device_guard(device):
-        table = device_table(values, device, key="features")
-        if not layers:
-            return PreparedFeatures(layers, table, scratch, bad, second, 0)
-        launch(
-            _first_product,
-            (len(layers), first.programs(shapes), 1),
-            (table, scratch, bad),
-            (*first[:3], PRECISION),
-            num_stages=first.stages,
+    small = [layer for layer in layers if not _is_large(layer)]
+    large = [layer for layer in layers if _is_large(layer)]
+    with device_guard(bad.device):
+        return PreparedFeatures(
+            _prepare_small(small, bad) if small else None, _prepare_large(large, bad) if large else None, bad
         )
-    return PreparedFeatures(layers, table, scratch, bad, second, second.programs(shapes))
 
 
 def write_features(prepared: PreparedFeatures, counts: Tensor, *, steps: int = 0, skips: int = 0) -> None:
@@ -114,16 +127,50 @@ def write_features(prepared: PreparedFeatures, counts: Tensor, *, steps: int = 0
         steps: added to the first count.
         skips: added to the second one if ``bad`` is set.
     """
-    if not prepared.layers:
-        return
     with device_guard(prepared.bad.device):
-        launch(
-            _second_product,
-            (len(prepared.layers), prepared.programs, 1),
-            (prepared.table, prepared.scratch, prepared.bad, counts, steps, skips),
-            (*prepared.tiling[:3], PRECISION),
-            num_stages=prepared.tiling.stages,
-        )
+        for multiplied, tiling in ((prepared.small, _tilings_of(prepared.small)[1]), (prepared.large, _COPIES)):
+            if multiplied is not None:
+                arguments = (prepared.bad, counts, steps, skips)
+                constants = (*tiling[:3], PRECISION, multiplied is prepared.small)
+                multiplied.launch(_second_product, tiling, arguments, constants)
+                steps = skips = 0
+
+
+def _is_large(layer: FeatureLayer) -> bool:
+    return layer.weight_grad.shape[0] * layer.inverse_factor.shape[-1] ** 2 > _MOST_MULTIPLICATIONS
+
+
+def _tilings_of(multiplied: _Multiplied | None) -> tuple[Tiling, Tiling]:
+    """Of the first and the second product of small layers."""
+    return _LARGE if multiplied is not None and max(multiplied.entries) >= _LARGE_FROM else _SMALL
+
+
+def _prepare_small(layers: Sequence[FeatureLayer], bad: Tensor) -> _Multiplied:
+    prepared = _with_scratch(layers, bad.device, "small features")
+    tiling, _ = _tilings_of(prepared)
+    prepared.launch(_first_product, tiling, (bad,), (*tiling[:3], PRECISION))
+    return prepared
+
+
+def _prepare_large(layers: Sequence[FeatureLayer], bad: Tensor) -> _Multiplied:
+    prepared = _with_scratch(layers, bad.device, "large features")
+    prepared.launch(_gather, _COPIES, (bad,), _COPIES[:2])
+    products = []
+    for layer, shape, part in zip(layers, prepared.shapes, prepared.scratch.split(prepared.entries), strict=True):
+        matrix = part.view(1, *shape)
+        products.append(by_transposed(matrix, layer.inverse_factor))
+        by_lower(products[-1], layer.inverse_factor, out=matrix)
+    has_factor = torch.cat([layer.status[:, 2] for layer in layers]) != 0
+    largest = torch.stack(torch._foreach_norm(products, math.inf))  # NaN where there is one
+    bad.bitwise_or_((~torch.where(has_factor, largest, 0).isfinite()).any())
+    return prepared
+
+
+def _with_scratch(layers: Sequence[FeatureLayer], device: torch.device, key: str) -> _Multiplied:
+    values, shapes = _table_of(layers)
+    prepared = _Multiplied(layers, shapes, device_table(values, device, key=key), torch.empty(0))
+    prepared.scratch = torch.empty(sum(prepared.entries), device=device)
+    return prepared
 
 
 def _table_of(layers: Sequence[FeatureLayer]) -> tuple[list[int], list[tuple[int, int]]]:
@@ -245,6 +292,33 @@ def _first_product(
             tl.store(bad, 1)
 
 
+@triton.jit(do_not_specialize=["table", "scratch", "bad"])
+def _gather(table, scratch, bad, BLOCK_O: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Some tiles of G, the bias its last column, put where a product can be made of them."""
+    layer, program = tl.program_id(0), tl.program_id(1)
+    entry = table + layer * _FIELDS
+    shape, strides = tl.load(entry + 5), tl.load(entry + 6)
+    outputs, features = low_int(shape), high_int(shape)
+    taps, tap_stride, channel_stride = low_int(strides), high_int(strides), low_int(tl.load(entry + 7))
+    bias_address = tl.load(entry + 1)
+    size = features + (bias_address != 0).to(tl.int32)
+    tiles_down = tl.cdiv(outputs, BLOCK_O)
+    gradient, bias_grad = floats_at(tl.load(entry)), floats_at(bias_address)
+    gathered = scratch + tl.load(entry + 4)
+    for tile in range(program, tiles_down * tl.cdiv(size, BLOCK_F), tl.num_programs(1)):
+        o = tile % tiles_down * BLOCK_O + tl.arange(0, BLOCK_O)
+        j = tile // tiles_down * BLOCK_F + tl.arange(0, BLOCK_F)
+        place = gradient + o[:, None].to(tl.int64) * features + _places(j, taps, tap_stride, channel_stride)[None, :]
+        G = tl.load(place, (o < outputs)[:, None] & (j < features)[None, :], other=0.0)
+        bias = tl.load(bias_grad + o, o < tl.where(bias_address != 0, outputs, 0), other=0.0)
+        G = tl.where((j == features)[None, :], bias[:, None], G)
+        mask = (o < outputs)[:, None] & (j < size)[None, :]
+        tl.store(gathered + o[:, None].to(tl.int64) * size + j[None, :], G, mask)
+        finite = _is_finite(G) | (mask == 0)
+        if (tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0) | (_is_finite(tl.load(floats_at(tl.load(entry + 3)))) == 0):
+            tl.store(bad, 1)
+
+
 @triton.jit(do_not_specialize=["table", "scratch", "bad", "counts", "steps", "skips"])
 def _second_product(
     table,
@@ -257,8 +331,12 @@ def _second_product(
     BLOCK_F: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    MULTIPLIES: tl.constexpr,
 ):
-    """Some tiles of ``s Y W``: ``Σ_{i ≥ j} Y[o, i] W[i, j]``, written in the place of ``G[o, j]``."""
+    """Some tiles of ``s Y W``: ``Σ_{i ≥ j} Y[o, i] W[i, j]``, written in the place of ``G[o, j]``.
+
+    Unless it multiplies, the product is in the scratch already.
+    """
     layer, program = tl.program_id(0), tl.program_id(1)
     entry = table + layer * _FIELDS
     shape, strides = tl.load(entry + 5), tl.load(entry + 6)
@@ -283,13 +361,17 @@ def _second_product(
         o = tile % tiles_down * BLOCK_O + tl.arange(0, BLOCK_O)
         j = first + tl.arange(0, BLOCK_F)
         row = product + o[:, None].to(tl.int64) * size
-        U = tl.zeros((BLOCK_O, BLOCK_F), tl.float32)
-        for start in range(first, tl.where(ok & (is_bad == 0), size, 0), BLOCK_K):
-            i = start + tl.arange(0, BLOCK_K)
-            y = tl.load(row + i[None, :], (o < outputs)[:, None] & (i < size)[None, :], other=0.0)
-            w_mask = (j[None, :] <= i[:, None]) & (i < size)[:, None]
-            w = tl.load(factor + i[:, None].to(tl.int64) * size + j[None, :], w_mask, other=0.0)
-            U = tl.dot(y, w, U, input_precision=PRECISION)
+        if MULTIPLIES:
+            U = tl.zeros((BLOCK_O, BLOCK_F), tl.float32)
+            for start in range(first, tl.where(ok & (is_bad == 0), size, 0), BLOCK_K):
+                i = start + tl.arange(0, BLOCK_K)
+                y = tl.load(row + i[None, :], (o < outputs)[:, None] & (i < size)[None, :], other=0.0)
+                w_mask = (j[None, :] <= i[:, None]) & (i < size)[:, None]
+                w = tl.load(factor + i[:, None].to(tl.int64) * size + j[None, :], w_mask, other=0.0)
+                U = tl.dot(y, w, U, input_precision=PRECISION)
+        else:
+            there = (o < outputs)[:, None] & (j < tl.where(is_bad, 0, size))[None, :]
+            U = tl.load(row + j[None, :], there, other=0.0)
         U = U * scale
 
         weight_mask = (o < outputs)[:, None] & (j < features)[None, :]
