@@ -26,7 +26,7 @@ def started(monkeypatch):
     """The names of the layers of every batch that was started, in order."""
     batches = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    monkeypatch.setattr(ahead._Beside, "_streams", lambda self: (Stream(), Stream()))
+    monkeypatch.setattr(ahead._Beside, "_streams", (Stream(), Stream()))
     monkeypatch.setattr(ahead._Beside, "_sum_up", lambda self, batch: batches.append(names_of(batch)))
     return batches
 
@@ -69,7 +69,7 @@ def test_a_batch_that_needs_much_memory_starts_at_once(started, monkeypatch):
 
 def test_the_oldest_start_where_all_together_need_much_memory(started, monkeypatch):
     sizes = {"a": 100, "b": 101, "c": 102}
-    add_all([record(kind, features=sizes[kind], rows=1000) for kind in "abab" + "c"], 2 * MEBIBYTE, monkeypatch)
+    add_all([record(kind, features=sizes[kind], rows=1300) for kind in "abab" + "c"], 2 * MEBIBYTE, monkeypatch)
     assert started == [["a", "a"]]
 
 
@@ -101,15 +101,14 @@ def test_of_layers_that_came_before_nobody_waits_for_more(started, monkeypatch):
     ("given", "in_graph", "room"),
     [(0, False, 11), (1280, False, 20), (160, True, 40), (10_000, False, 64), (10_000, True, 64)],
 )
-def test_batches_may_have_a_share_of_what_a_pass_is_given(given, in_graph, room, monkeypatch):
-    monkeypatch.setattr(ahead, "graph_is_being_captured", lambda: in_graph)
-    assert ahead.FOR_INPUTS.within(given * MEBIBYTE) == room * MEBIBYTE
+def test_batches_may_have_a_share_of_what_a_pass_is_given(given, in_graph, room):
+    assert ahead.FOR_INPUTS.within(given * MEBIBYTE, in_graph=in_graph) == room * MEBIBYTE
 
 
 def test_batches_are_larger_once_the_first_pass_has_shown_what_there_is(started, monkeypatch):
     records = [record(str(place), rows=2**16) for place in range(32)]  # a mebibyte each
     waiting = Ahead()
-    monkeypatch.setattr(ahead, "FOR_INPUTS", Room(2 * MEBIBYTE, 64 * MEBIBYTE, 8, 4))
+    monkeypatch.setattr(ahead, "FOR_INPUTS", Room(2 * MEBIBYTE, 64 * MEBIBYTE, 10, 4))
     for each in records:
         waiting.add(each, Damping(0.1))
     waiting.join()
@@ -132,7 +131,7 @@ def factorised(monkeypatch):
                 self._factorise_soon(task)
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    monkeypatch.setattr(ahead._Beside, "_streams", lambda self: (Stream(), Stream()))
+    monkeypatch.setattr(ahead._Beside, "_streams", (Stream(), Stream()))
     monkeypatch.setattr(ahead._Beside, "_sum_up", sum_up)
     monkeypatch.setattr(ahead._Beside, "_factorise", lambda self, batch: batches.append(names_of(batch)))
     return batches

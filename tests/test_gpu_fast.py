@@ -1,6 +1,9 @@
 """The fast ways on a GPU: kernels, side streams and CUDA graphs give the numbers of the plain form."""
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,7 +92,7 @@ def test_more_rows_than_the_dense_kernel_takes():
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_large_matrices_are_factorised_together(graph):
-    """Of two sizes, one of them by blocks; eager, later by recordings, and in a CUDA graph. Float64 is the reference."""
+    """Of two sizes, one of them by blocks; eager, by recordings later on, and in a CUDA graph; against float64."""
     torch.manual_seed(0)
     start = mlp(700, [700, 1100, 1100, 700], 10)
     generator = torch.Generator().manual_seed(1)
@@ -328,39 +331,13 @@ def test_an_edit_in_a_captured_step_is_seen():
     assert optimizer.correction.counters.edited == 1
 
 
-def test_training_goes_on_after_a_capture_that_failed():
-    start, (model, optimizer), (twin, other), inputs, labels = twins()
-
-    def failing_step():
-        optimizer.zero_grad(set_to_none=True)
-        loss = nn.functional.cross_entropy(model(inputs), labels)
-        loss.backward()
-        loss.item()  # not in a graph
-
-    before = torch.cuda.current_stream()
-    with pytest.raises(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        failing_step()
-    torch.cuda.set_stream(before)
-    for _ in range(3):
-        take_step(model, optimizer, inputs, labels)
-    for _ in range(6):
-        take_step(twin, other, inputs, labels)
-    assert distance(model, twin, start) < 1e-3
-
-
-def test_capturing_before_the_first_step_is_refused():
-    model = convolutions()
-    optimizer = consequent.CSGD(model, lr=0.05, damping=0.1)
-    inputs, labels = images()
-    model(inputs).sum().backward()  # cuDNN is ready
-    optimizer.zero_grad()
-    fresh = convolutions()
-    optimizer = consequent.CSGD(fresh, lr=0.05, damping=0.1)
-    with (
-        pytest.raises(RuntimeError, match="before the first ordinary training step"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
-        take_step(fresh, optimizer, inputs, labels)
+def test_captures_that_fail():
+    """In a process of its own: after a failed capture PyTorch's allocator keeps what other streams are done with."""
+    script = Path(__file__).with_name("gpu_failed_captures.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "2 passed" in done.stdout
 
 
 @pytest.mark.parametrize(("make", "most"), [(net, 200), (convolutions, 150)])

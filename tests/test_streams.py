@@ -71,16 +71,18 @@ def test_events_are_recorded_in_a_graph_alone(captured, training, monkeypatch):
 
 
 def test_switching_streams_comes_back_after_an_error(monkeypatch):
-    current = [SimpleNamespace(device_index=0)]
+    before = (7, 0, 1)
+    current = [before]  # as torch._C has them: id, device, type
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
-    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
-    before, other = current[0], SimpleNamespace(device_index=0)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.append(stream.three))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: current[-1], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_setStream", lambda **three: current.append((*three.values(),)), raising=False)
+    other = SimpleNamespace(device_index=0, three=(8, 0, 1))
 
     def fail_there():
-        assert current[-1] is other
+        assert current[-1] == other.three
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError), streams.switched_to(other):
         fail_there()
-    assert current[-1] is before
+    assert current[-1] == before

@@ -9,7 +9,7 @@ which is a long chain of small steps for a few multiprocessors, wait for others 
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -41,21 +41,21 @@ class Room:
     share: int  # of what is given, one so-manieth
     share_in_graph: int
 
-    def within(self, given: int) -> int:
+    def within(self, given: int, *, in_graph: bool) -> int:
         """Of so many bytes."""
-        share = self.share_in_graph if graph_is_being_captured() else self.share
+        share = self.share_in_graph if in_graph else self.share
         return min(max(given // share, self.least), self.most)
 
 
-FOR_INPUTS = Room(11 * 2**20, 64 * 2**20, 64, 4)  # of layers, their moments and factors
-FOR_LARGE_MOMENTS = Room(64 * 2**20, 2**30, 8, 4)  # and their factors
+FOR_INPUTS = Room(11 * 2**20, 64 * 2**20, 64, 4)
+FOR_LARGE_MOMENTS = Room(64 * 2**20, 2**30, 8, 4)  # and what it takes to factorise them
 
 LARGE = 640  # features from which on a moment waits for others of its size
 
 MOST_RECORDED = 2**30  # bytes: more keeps the GPU busy for longer than the host, and a recording keeps its memory
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Task:
     """A layer's inputs, and what is to become of them."""
 
@@ -64,23 +64,14 @@ class _Task:
     ready: torch.cuda.Event  # when the inputs are there
     damping: Damping
     is_factorised: bool  # not where moments of other uses or of other ranks are still to be added
+    kind: Hashable  # what tasks must have in common for their moments to be computed together
+    bytes_of_factor: int  # about, with what it takes to compute it
 
     @property
-    def kind(self) -> Hashable:
-        """What tasks must have in common to be done together."""
-        inputs = self.inputs
-        return _geometry(self.record), inputs.shape, inputs.stride(), inputs.dtype, self.damping, self.is_factorised
-
-    @property
-    def kind_of_factor(self) -> Hashable:
-        """Likewise, once the moment is there."""
+    def kind_of_moment(self) -> Hashable:
+        """What moments must have in common to be factorised together."""
         rows = self.record.rows if self.damping.relative else None
         return layers.groups(self.record.layer), self.record.columns, self.inputs.dtype, self.damping, rows
-
-    @property
-    def bytes_of_factor(self) -> int:
-        """About, with what it takes to compute it."""
-        return 20 * layers.groups(self.record.layer) * self.record.columns**2
 
 
 class Ahead:
@@ -135,6 +126,7 @@ class _Beside:
         self._inputs: Batches[_Task] = Batches(MOST_TOGETHER)
         self._moments: Batches[_Task] = Batches(MOST_TOGETHER)  # large ones, to be factorised
         self._began: torch.cuda.Event | None = None  # the backward pass: when the forward pass was over
+        self._in_graph = False  # the backward pass is captured in a CUDA graph of the user's
         self._given = 0  # bytes that it took for all that was added,
         self._given_before = 0  # and in the last pass
         self._recorded_moments = Replays(GraphRecorder())
@@ -143,14 +135,17 @@ class _Beside:
     def add(self, record: Record, inputs: Tensor, damping: Damping, *, is_factorised: bool) -> None:
         if self._began is None:
             self._began = torch.cuda.current_stream(self._device.index).record_event()
+            self._in_graph = graph_is_being_captured()
         # The inputs wait since the forward pass, unless they were recomputed or brought back now. So a CUDA graph, in
         # which the host's order means nothing, can do all of this in the shadow of the whole backward pass.
         stayed = record.uses[0].inputs_stayed
         ready = self._began if stayed else torch.cuda.current_stream(self._device.index).record_event()
-        task = _Task(record, inputs, ready, damping, is_factorised)
-        size = inputs.nbytes + task.bytes_of_factor
-        self._given += size
-        for batch in self._inputs.add(task.kind, task, size, FOR_INPUTS.within(self._given_before)):
+        kind = (_geometry(record), inputs.shape, inputs.stride(), inputs.dtype, damping, is_factorised)
+        bytes_of_factor = 20 * layers.groups(record.layer) * record.columns**2
+        task = _Task(record, inputs, ready, damping, is_factorised, kind, bytes_of_factor)
+        self._given += inputs.nbytes + bytes_of_factor
+        room = FOR_INPUTS.within(self._given_before, in_graph=self._in_graph)
+        for batch in self._inputs.add(kind, task, inputs.nbytes, room):
             self._sum_up(batch)
 
     def join(self) -> None:
@@ -162,7 +157,7 @@ class _Beside:
             self._factorise(batch)
         self._began, self._given_before, self._given = None, self._given, 0
         current = torch.cuda.current_stream(self._device.index)
-        for stream in self._streams():
+        for stream in self._streams:
             current.wait_stream(stream)
         for replays in (self._recorded_moments, self._recorded_factors):
             replays.end_round()
@@ -172,6 +167,7 @@ class _Beside:
         self._moments.forget()
         self._began, self._given = None, 0
 
+    @cached_property
     def _streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         return side_stream(self._device, "moments"), side_stream(self._device, "factors")
 
@@ -179,9 +175,9 @@ class _Beside:
         """Reduce the inputs of one kind to moments, and factorise these unless they are large."""
         first = batch[0]
         inputs = [task.inputs for task in batch]
-        summing, factorising = self._streams()
+        summing, factorising = self._streams
         factorises = first.is_factorised and first.record.columns <= LARGE
-        is_recorded = not graph_is_being_captured() and _is_worth_recording(batch)
+        is_recorded = not self._in_graph and _is_worth_recording(batch)
         stream = factorising if factorises and is_recorded else summing
         for ready in {task.ready for task in batch}:
             stream.wait_event(ready)
@@ -200,20 +196,20 @@ class _Beside:
                 self._factorise_soon(task)
 
     def _factorise_soon(self, task: _Task) -> None:
-        room = FOR_LARGE_MOMENTS.within(self._given_before)
-        for batch in self._moments.add(task.kind_of_factor, task, task.bytes_of_factor, room):
+        room = FOR_LARGE_MOMENTS.within(self._given_before, in_graph=self._in_graph)
+        for batch in self._moments.add(task.kind_of_moment, task, task.bytes_of_factor, room):
             self._factorise(batch)
 
     def _factorise(self, batch: list[_Task]) -> None:
         """Factorise the moments of one size."""
         first = batch[0]
         moments = [moment for task in batch if (moment := task.record.moment) is not None]
-        summing, factorising = self._streams()
+        summing, factorising = self._streams
         factorising.wait_stream(summing)
         work = partial(_factorised, moments, first.damping, first.record.rows)
         with switched_to(factorising):
-            if not graph_is_being_captured() and _is_worth_recording(batch):
-                key = (first.kind_of_factor, *[moment.data_ptr() for moment in moments])
+            if not self._in_graph and _is_worth_recording(batch):
+                key = (first.kind_of_moment, *[moment.data_ptr() for moment in moments])
                 results = self._recorded_factors.run(("factors", *_piece_of(batch)), key, work)
             else:
                 results = work()

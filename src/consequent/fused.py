@@ -97,10 +97,11 @@ class FusedStep:
 
                 self._dense_step = DenseStep(self._dense, flags)
                 self._dense_step.factorise()
-                if aside is not None:
+                if aside is None:
+                    self._dense_step.solve()
+                else:
                     self._dense_step.used_on(aside.origin)
-                    aside.wait(self._output_grads_there)
-                self._dense_step.solve()
+                    self._solve_aside(self._dense_step, aside)
         if aside is not None:
             aside.join()
         if self._dense_step is not None:
@@ -137,6 +138,15 @@ class FusedStep:
         grads = [parameter.grad for parameters in written.values() for parameter in parameters]
         torch.autograd.graph.increment_version([grad for grad in grads if grad is not None])
         return written
+
+    def _solve_aside(self, step: "DenseStep", aside: Fork) -> None:
+        """The last layer apart: the backward pass comes to it last, and nearly at its end."""
+        last = len(self._dense) - 1
+        if last > 0:
+            aside.wait(self._output_grads_there[:last])
+            step.solve(0, last)
+        aside.wait(self._output_grads_there[last:])
+        step.solve(last)
 
     def _fork(self) -> Fork | None:
         """In a CUDA graph, a stream for what needs no gradient of a weight, from where the inputs are there."""

@@ -227,9 +227,10 @@ class Record:
             if not graph_is_retained():
                 use.kept_inputs = None
         use.output_grad = output_grad
-        use.output_grad_there = event_in_graph()
-        if not use.inputs_stayed:
-            use.inputs_there = use.output_grad_there
+        if use.inputs_there is not None:  # otherwise there was no CUDA graph, and nobody asks
+            use.output_grad_there = event_in_graph()
+            if not use.inputs_stayed:
+                use.inputs_there = use.output_grad_there
         self.uses.append(use)
 
     @in_full_precision

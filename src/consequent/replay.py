@@ -79,7 +79,9 @@ class Replays:
         """
         if not self._works:
             return work()
-        known = self._pieces.setdefault(piece, _Piece())
+        known = self._pieces.get(piece)
+        if known is None:
+            known = self._pieces[piece] = _Piece()
         known.runs += 1
         known.last_round = self._round
         recording = known.recordings.get(key)

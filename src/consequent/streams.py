@@ -1,30 +1,36 @@
 """Streams of a GPU beside the one that trains."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from consequent.autograd import graph_is_being_captured
 
 
-def switched_to(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+class switched_to:  # noqa: N801 (used like a function)
     """``torch.cuda.stream``, in a fraction of its time where the stream is of the current device."""
-    if stream.device_index != torch.cuda.current_device():
-        return torch.cuda.stream(stream)
-    return _switched_on_device(stream)
 
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        is_elsewhere = stream.device_index != torch.cuda.current_device()
+        self._anywhere = torch.cuda.stream(stream) if is_elsewhere else None
 
-@contextmanager
-def _switched_on_device(stream: torch.cuda.Stream) -> Iterator[None]:
-    before = torch.cuda.current_stream(stream.device_index)
-    torch.cuda.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.cuda.set_stream(before)
+    def __enter__(self) -> None:
+        """The stream is the current one from now on."""
+        if self._anywhere is not None:
+            self._anywhere.__enter__()
+            return
+        self._before = torch._C._cuda_getCurrentStream(self._stream.device_index)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        """The one before is."""
+        if self._anywhere is not None:
+            self._anywhere.__exit__(*error)
+            return
+        stream_id, device_index, device_type = self._before
+        torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
 @lru_cache

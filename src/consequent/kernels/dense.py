@@ -63,9 +63,10 @@ _NO_SUM_OVERFLOWS = tl.constexpr(1e35)  # sums of a thousand such numbers are fi
 _ROUNDING = tl.constexpr(
     4 * torch.finfo(torch.float32).eps
 )  # of one step of elimination, approximate divisions included
-_PROBE_TILE, _WRITE_TILE = (64, 128), (32, 128)  # outputs, features
+_PROBE_TILE, _WRITE_TILE = (64, 128), (32, 64)  # outputs, features
 _PROBERS = _MOST_SHARES.value  # programs for all gradients together: about what a large GPU runs at once
-_WRITERS = 528
+_WRITERS = 1056
+_WRITE_STAGES = 3  # of loads under way
 
 
 class DenseLayer(NamedTuple):
@@ -112,11 +113,17 @@ class DenseStep:
         warps = 1 if self._block_rows <= 32 else 4
         self._launch(_factor, 1, (self._flags,), (self._block_rows,), warps=warps)
 
-    def solve(self) -> None:
-        """The solutions, and the probes of the output gradients; after :meth:`factorise`."""
-        outputs = max(layer.weight_grad.shape[0] for layer in self._layers)
+    def solve(self, first: int = 0, last: int | None = None) -> None:
+        """The solutions, and the probes of the output gradients; after :meth:`factorise`.
+
+        Args:
+            first: layer to be solved for,
+            last: and the one before which to stop.
+        """
+        layers = self._layers[first:last]
+        outputs = max(layer.weight_grad.shape[0] for layer in layers)
         solvers = min(-(-outputs // self._block_rows), _MOST_SOLVERS.value)
-        self._launch(_solve, solvers, (self._flags,), (self._block_rows, PRECISION))
+        self._launch(_solve, solvers, (self._flags, first), (self._block_rows, PRECISION), layers=len(layers))
 
     def look(self) -> None:
         """Find out what became of the gradients since the backward pass, which are only read; after :meth:`solve`."""
@@ -136,16 +143,24 @@ class DenseStep:
         """
         share, writers = _shares_of_rows(self._layers, _WRITE_TILE, _WRITERS)
         constants = (*_WRITE_TILE, self._block_rows, PRECISION, self._aligned)
-        self._launch(_write, writers, (self._flags, counts, share, steps, skips), constants)
+        self._launch(_write, writers, (self._flags, counts, share, steps, skips), constants, stages=_WRITE_STAGES)
 
     def _launch(
-        self, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], *, warps: int = 4
+        self,
+        kernel: Any,
+        programs: int,
+        arguments: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        *,
+        layers: int | None = None,
+        warps: int = 4,
+        stages: int = 1,
     ) -> None:
-        """Launch so many programs for each layer."""
+        """Launch so many programs for each layer, or for so many layers."""
         with device_guard(self._flags.device):
-            grid = (len(self._layers), programs, 1)
+            grid = (len(self._layers) if layers is None else layers, programs, 1)
             arguments = (self._table, self._scratch, *arguments)
-            launch(kernel, grid, arguments, constants, num_warps=warps, num_stages=1)
+            launch(kernel, grid, arguments, constants, num_warps=warps, num_stages=stages)
 
 
 def _shares(layers: Sequence[DenseLayer], tile: tuple[int, int], programs: int) -> tuple[int, int]:
@@ -386,10 +401,10 @@ def _eliminated(M, pivots, k, BLOCK_N: tl.constexpr):
     return tl.where((n > k)[:, None], left - multipliers * row, M), tl.where(n == k, pivot, pivots)
 
 
-@triton.jit(do_not_specialize=["table", "scratch", "flags"])
-def _solve(table, scratch, flags, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+@triton.jit(do_not_specialize=["table", "scratch", "flags", "first"])
+def _solve(table, scratch, flags, first: tl.int32, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
     """``A = K⁻¹ ΔZ`` for some of the outputs, stored output by output, and their part of the probes ``ΔZ u``."""
-    layer, program = tl.program_id(0), tl.program_id(1)
+    layer, program = first + tl.program_id(0), tl.program_id(1)
     entry = table + layer * _FIELDS
     outputs = low_int(tl.load(entry + 5))
     blocks = tl.cdiv(outputs, BLOCK_N)
@@ -429,13 +444,15 @@ def _compare(entry, section, shares, BLOCK_N: tl.constexpr):
     rows, features, outputs = low_int(shape), high_int(shape), low_int(tl.load(entry + 5))
     tolerance = low_float(tl.load(entry + 8))
     probe = tl.arange(0, _PROBES)
-    found = _found(_found_at(section, BLOCK_N), shares)
-    right = _summed(_right_at(section, BLOCK_N), tl.cdiv(features, _chunk(features)), BLOCK_N)
+    SIZE: tl.constexpr = BLOCK_N * _PROBES
+    found = _summed(_found_at(section, BLOCK_N), shares, _MOST_SHARES, _PROBES)
+    parts = tl.cdiv(features, _chunk(features))
+    right = tl.reshape(_summed(_right_at(section, BLOCK_N), parts, 16, SIZE), (BLOCK_N, _PROBES))
     n = tl.arange(0, BLOCK_N)
     has_one = n < tl.where(tl.load(entry + 3) != 0, rows, 0)
     right += tl.where(has_one[:, None], _sign(_random_bits(features, 0), probe[None, :]), 0.0)
     solvers = tl.minimum(tl.cdiv(outputs, BLOCK_N), _MOST_SOLVERS)
-    left = _summed(_left_at(section, BLOCK_N), solvers, BLOCK_N)
+    left = tl.reshape(_summed(_left_at(section, BLOCK_N), solvers, _MOST_SOLVERS, SIZE), (BLOCK_N, _PROBES))
     expected = tl.sum(left * right, 0)
     sizes = tl.sqrt(tl.sum(left * left, 0)) * tl.sqrt(tl.sum(right * right, 0))
     largest = tl.max(tl.abs(expected), 0)
@@ -449,26 +466,11 @@ def _compare(entry, section, shares, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _found(shares, number):
-    """``u G v`` of every probe."""
-    probe = tl.arange(0, _PROBES)
-    i = tl.arange(0, 64)
-    sums = tl.zeros((64, _PROBES), tl.float32)
-    for first in range(0, number, 64):
-        place = (first + i)[:, None] * _PROBES + probe[None, :]
-        sums += tl.load(shares + place, (first + i < number)[:, None], other=0.0)
-    return tl.sum(sums, 0)
-
-
-@triton.jit
-def _summed(parts, number, BLOCK_N: tl.constexpr):
-    """``X v`` or ``ΔZ u`` of every probe."""
-    n = tl.arange(0, BLOCK_N)
-    place = n[:, None] * _PROBES + tl.arange(0, _PROBES)[None, :]
-    sums = tl.zeros((BLOCK_N, _PROBES), tl.float32)
-    for part in range(number):
-        sums += tl.load(parts + part * BLOCK_N * _PROBES + place)
-    return sums
+def _summed(parts, number, MOST: tl.constexpr, SIZE: tl.constexpr):
+    """The sum of so many vectors of this size that lie one behind the other: all are on their way at once."""
+    part = tl.arange(0, MOST)[:, None]
+    place = part * SIZE + tl.arange(0, SIZE)[None, :]
+    return tl.sum(tl.load(parts + place, part + place * 0 < number, other=0.0), 0)
 
 
 @triton.jit(do_not_specialize=["table", "scratch", "flags", "share"])
