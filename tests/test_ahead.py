@@ -27,6 +27,7 @@ def started(monkeypatch):
     batches = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(ahead._Beside, "_streams", (Stream(), Stream()))
+    monkeypatch.setattr(ahead._Beside, "_replays", ())
     monkeypatch.setattr(ahead._Beside, "_sum_up", lambda self, batch: batches.append(names_of(batch)))
     return batches
 
@@ -132,6 +133,7 @@ def factorised(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(ahead._Beside, "_streams", (Stream(), Stream()))
+    monkeypatch.setattr(ahead._Beside, "_replays", ())
     monkeypatch.setattr(ahead._Beside, "_sum_up", sum_up)
     monkeypatch.setattr(ahead._Beside, "_factorise", lambda self, batch: batches.append(names_of(batch)))
     return batches

@@ -44,13 +44,22 @@ def test_nobody_waits_for_more_than_came_last_time():
     assert batches.end_round() == []
 
 
-def test_more_than_last_time_are_not_kept_waiting():
+def test_more_than_last_time_wait_as_if_there_had_been_none():
     batches = Batches(most=9)
     add_all(batches, "a")
     batches.end_round()
-    assert add_all(batches, "aa") == [["a"], ["a"]]
+    assert add_all(batches, "aaaa") == [["a"]]
+    assert batches.end_round() == [["a", "a", "a"]]
+
+
+def test_in_the_middle_of_a_round_all_can_be_had():
+    batches = Batches(most=9)
+    add_all(batches, "aaab")
     batches.end_round()
-    assert add_all(batches, "aa") == [["a", "a"]]
+    add_all(batches, "a")
+    assert batches.flush() == [["a"]]
+    assert add_all(batches, "aa") == [["a", "a"]]  # that is all of the round
+    assert add_all(batches, "b") == [["b"]]
 
 
 def test_a_round_that_is_forgotten_teaches_nothing():

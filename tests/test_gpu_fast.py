@@ -172,17 +172,17 @@ def test_inputs_that_come_late(forward):
     assert distance(results[1], results[0], start) < 1e-3
 
 
-def captured(model, optimizer, inputs, labels):
+def captured(model, optimizer, inputs, labels, micro_batches=1):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
-            take_step(model, optimizer, inputs, labels)
+            take_step(model, optimizer, inputs, labels, micro_batches)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     optimizer.zero_grad(set_to_none=True)
     with torch.cuda.graph(graph):
-        take_step(model, optimizer, inputs, labels)
+        take_step(model, optimizer, inputs, labels, micro_batches)
     return graph
 
 
@@ -212,6 +212,25 @@ def test_a_captured_step_trains_as_eager_steps_do(make):
     assert distance(model, twin, start) < 1e-2
     assert optimizer.correction.counters.steps == 6
     assert optimizer.correction.counters.skipped == 0
+
+
+@pytest.mark.parametrize("options", [{"relative_damping": 0.05}, {"damping": 0.1}], ids=str)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_micro_batches_and_relative_damping_in_a_captured_step(micro_batches, options):
+    start = convolutions()
+    inputs, labels = images()
+    models = [copy.deepcopy(start), copy.deepcopy(start)]
+    for model, in_graph in zip(models, (True, False), strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        consequent.attach(optimizer, model, **options)
+        if in_graph:
+            graph = captured(model, optimizer, inputs, labels, micro_batches)
+            for _ in range(3):
+                graph.replay()
+        else:
+            for _ in range(6):
+                take_step(model, optimizer, inputs, labels, micro_batches)
+    assert distance(*models, start) < 1e-2
 
 
 @pytest.mark.parametrize("make", [convolutions, perceptron, with_a_plain_layer])

@@ -113,7 +113,7 @@ def test_recordings_change_no_number(loop, monkeypatch):
     actual, optimizer = trained(start, loop)
     assert len(replayed) > 10
     assert optimizer.correction.counters == consequent.correction.Counters(steps=STEPS)
-    monkeypatch.setattr(replay.Replays, "run", lambda self, piece, key, work: work())
+    monkeypatch.setattr(replay.Replays, "run", lambda self, piece, key, work: (work(), False))
     expected, _ = trained(start, loop)
     assert (actual - expected).norm() <= 2e-3 * (expected - weights(start)).norm()  # the model's own sums vary
 
@@ -128,7 +128,7 @@ def _counted(function, calls):
 
 def test_recordings_may_be_replayed_in_any_order():
     """They share memory; the results of one must outlive the replay of another."""
-    replays = replay.Replays(replay.GraphRecorder())
+    replays = replay.Replays(replay.GraphRecorder(), 2**30)
     buffers = {name: torch.zeros(1000, device="cuda") for name in "abc"}
 
     def run(name):
@@ -136,7 +136,7 @@ def test_recordings_may_be_replayed_in_any_order():
             parts = [buffers[name] + place for place in range(4)]  # gone when the work is done
             return (torch.stack(parts).sum(0),)
 
-        return replays.run(name, 0, work)[0]
+        return replays.run(name, 0, work)[0][0]
 
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):

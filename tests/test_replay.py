@@ -6,6 +6,8 @@ import torch
 from consequent import ConsequentWarning, replay
 from consequent.replay import Replays
 
+MUCH = 2**30  # bytes
+
 
 class Recorder:
     """Like a CUDA graph: nothing happens while recording, results lie where they lay, inputs are read again."""
@@ -45,11 +47,12 @@ class Squares:
             self.done += 1
             return buffer.square(), buffer.sum()
 
-        return self.replays.run(piece, buffer.data_ptr(), work)
+        results, self.are_kept = self.replays.run(piece, buffer.data_ptr(), work)
+        return results
 
 
 def test_the_numbers_are_those_of_the_inputs_there_now():
-    squares = Squares(Replays(Recorder()))
+    squares = Squares(Replays(Recorder(), MUCH))
     buffers = [torch.zeros(3) for _ in range(3)]
     for step in range(50):
         buffer = buffers[step * 7 % 11 % 3]
@@ -61,7 +64,7 @@ def test_the_numbers_are_those_of_the_inputs_there_now():
 
 def test_what_comes_a_second_time_is_recorded_and_then_replayed():
     recorder = Recorder()
-    squares = Squares(Replays(recorder))
+    squares = Squares(Replays(recorder, MUCH))
     buffer, before = torch.ones(3), Recording.replayed
     squares(buffer)
     assert recorder.recorded == 0
@@ -75,7 +78,7 @@ def test_what_comes_a_second_time_is_recorded_and_then_replayed():
 
 
 def test_all_recordings_of_a_piece_put_their_results_in_one_place():
-    squares = Squares(Replays(Recorder()))
+    squares = Squares(Replays(Recorder(), MUCH))
     one, other = torch.ones(3), torch.full((3,), 2.0)
     for _ in range(2):
         squares(one), squares(other)
@@ -85,7 +88,7 @@ def test_all_recordings_of_a_piece_put_their_results_in_one_place():
 
 
 def test_pieces_have_places_of_their_own():
-    squares = Squares(Replays(Recorder()))
+    squares = Squares(Replays(Recorder(), MUCH))
     buffer = torch.ones(3)
     for _ in range(3):
         results = [squares(buffer, piece)[0] for piece in "ab"]
@@ -94,7 +97,7 @@ def test_pieces_have_places_of_their_own():
 
 def test_memory_that_lies_elsewhere_every_time_is_not_recorded():
     recorder = Recorder()
-    squares = Squares(Replays(recorder))
+    squares = Squares(Replays(recorder, MUCH))
     kept = [torch.ones(3) for _ in range(100)]
     for buffer in kept:
         squares(buffer)
@@ -104,7 +107,7 @@ def test_memory_that_lies_elsewhere_every_time_is_not_recorded():
 def test_recordings_are_few_where_patterns_keep_changing():
     """Two buffers for a while, then two others, and so on: each would be worth it, but not all at once."""
     recorder = Recorder()
-    squares = Squares(Replays(recorder))
+    squares = Squares(Replays(recorder, MUCH))
     kept = [torch.ones(3) for _ in range(500)]
     for buffer in kept:
         squares(buffer), squares(buffer)
@@ -118,7 +121,7 @@ def test_recordings_are_few_where_patterns_keep_changing():
 
 def test_work_that_cannot_be_recorded_is_done_as_it_is():
     recorder = Recorder(works=False)
-    squares = Squares(Replays(recorder))
+    squares = Squares(Replays(recorder, MUCH))
     buffer = torch.ones(3)
     squares(buffer)
     with pytest.warns(ConsequentWarning, match=r"cannot be recorded \(not permitted"):
@@ -130,7 +133,7 @@ def test_work_that_cannot_be_recorded_is_done_as_it_is():
 
 
 def test_pieces_that_no_longer_come_are_forgotten():
-    squares = Squares(Replays(Recorder()))
+    squares = Squares(Replays(Recorder(), MUCH))
     buffer = torch.ones(3)
     for _ in range(5):
         squares(buffer, "old")
@@ -143,7 +146,7 @@ def test_pieces_that_no_longer_come_are_forgotten():
 
 def test_work_that_is_not_recorded_puts_its_results_there_too():
     """Others, recorded, may read them there."""
-    squares = Squares(Replays(Recorder()))
+    squares = Squares(Replays(Recorder(), MUCH))
     one = torch.ones(3)
     for _ in range(2):
         squares(one)
@@ -153,3 +156,25 @@ def test_work_that_is_not_recorded_puts_its_results_there_too():
     assert squared is recorded
     assert torch.equal(squared, other.square())
     assert total == 6
+
+
+def test_results_are_kept_once_they_are_recorded():
+    squares = Squares(Replays(Recorder(), MUCH))
+    buffer, other = torch.ones(3), torch.ones(3)
+    kept = []
+    for each in (buffer, buffer, buffer, other):
+        squares(each)
+        kept.append(squares.are_kept)
+    assert kept == [False, True, True, True]
+
+
+def test_recordings_keep_no_more_than_they_may():
+    recorder = Recorder()
+    squares = Squares(Replays(recorder, 2 * 16))  # results of four floats each
+    buffers = [torch.full((3,), float(place)) for place in range(3)]
+    for _ in range(3):
+        for place, buffer in enumerate(buffers):
+            squared, _ = squares(buffer, piece=place)
+            assert torch.equal(squared, buffer.square())
+    assert recorder.recorded == 2
+    assert not squares.are_kept

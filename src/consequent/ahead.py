@@ -21,7 +21,7 @@ from consequent.inverse_factor import InverseFactor, inverse_factor
 from consequent.moments import second_moments
 from consequent.precision import in_full_precision
 from consequent.record import Record
-from consequent.replay import GraphRecorder, Replays
+from consequent.replay import GraphRecorder, Replays, Work
 from consequent.settings import Damping
 from consequent.streams import side_stream, switched_to
 
@@ -52,7 +52,8 @@ FOR_LARGE_MOMENTS = Room(64 * 2**20, 2**30, 8, 4)  # and what it takes to factor
 
 LARGE = 640  # features from which on a moment waits for others of its size
 
-MOST_RECORDED = 2**30  # bytes: more keeps the GPU busy for longer than the host, and a recording keeps its memory
+MOST_RECORDED = 2**29  # bytes of inputs, or for factors: more keeps the GPU busy for longer than the host
+SHARE_OF_RESULTS = 32  # of the device's memory, one so-manieth, that recordings may keep for what they compute
 
 
 @dataclass(slots=True)
@@ -60,18 +61,13 @@ class _Task:
     """A layer's inputs, and what is to become of them."""
 
     record: Record
-    inputs: Tensor
+    inputs: Tensor | None  # None once there is a moment
     ready: torch.cuda.Event  # when the inputs are there
     damping: Damping
     is_factorised: bool  # not where moments of other uses or of other ranks are still to be added
-    kind: Hashable  # what tasks must have in common for their moments to be computed together
+    kind: Hashable  # what tasks must have in common for their moments to be computed together,
+    kind_of_moment: Hashable  # and to be factorised together
     bytes_of_factor: int  # about, with what it takes to compute it
-
-    @property
-    def kind_of_moment(self) -> Hashable:
-        """What moments must have in common to be factorised together."""
-        rows = self.record.rows if self.damping.relative else None
-        return layers.groups(self.record.layer), self.record.columns, self.inputs.dtype, self.damping, rows
 
 
 class Ahead:
@@ -103,9 +99,14 @@ class Ahead:
         beside.add(record, inputs, damping, is_factorised=self.factorises and record.usual_uses == 1)
 
     def join(self) -> None:
-        """Let the current streams wait for all that was added; the host does not wait."""
+        """The backward pass is over: let the current streams wait for all that was added; the host does not wait."""
         for beside in self._devices.values():
-            beside.join()
+            beside.join(ends_pass=True)
+
+    def join_on(self, device: torch.device) -> None:
+        """The same on one device, and the backward pass goes on."""
+        if device in self._devices:
+            self._devices[device].join(ends_pass=False)
 
     def forget(self) -> None:
         """Drop what waits: its gradients are gone."""
@@ -119,6 +120,9 @@ class _Beside:
     There are two streams, one for moments and one for factors, so that the next batch's moments need not wait for this
     one's factors. Factors are one after the other, as their programs wait for each other: two such launches might each
     have half of the device. So recordings that have both are replayed on the second.
+
+    Recordings put their results where they were the last time. By then everybody is done with those: the step, which
+    reads them, is launched behind :meth:`join`, the next forward pass behind the step, and all of this behind that.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -127,10 +131,10 @@ class _Beside:
         self._moments: Batches[_Task] = Batches(MOST_TOGETHER)  # large ones, to be factorised
         self._began: torch.cuda.Event | None = None  # the backward pass: when the forward pass was over
         self._in_graph = False  # the backward pass is captured in a CUDA graph of the user's
+        self._busy: set[torch.cuda.Stream] = set()  # side streams that have been given something
+        self._fresh: list[Tensor] = []  # results whose memory is given back after the step
         self._given = 0  # bytes that it took for all that was added,
         self._given_before = 0  # and in the last pass
-        self._recorded_moments = Replays(GraphRecorder())
-        self._recorded_factors = Replays(GraphRecorder())
 
     def add(self, record: Record, inputs: Tensor, damping: Damping, *, is_factorised: bool) -> None:
         if self._began is None:
@@ -140,58 +144,74 @@ class _Beside:
         # which the host's order means nothing, can do all of this in the shadow of the whole backward pass.
         stayed = record.uses[0].inputs_stayed
         ready = self._began if stayed else torch.cuda.current_stream(self._device.index).record_event()
-        kind = (_geometry(record), inputs.shape, inputs.stride(), inputs.dtype, damping, is_factorised)
-        bytes_of_factor = 20 * layers.groups(record.layer) * record.columns**2
-        task = _Task(record, inputs, ready, damping, is_factorised, kind, bytes_of_factor)
+        groups, dtype = layers.groups(record.layer), inputs.dtype
+        kind = (_geometry(record), inputs.shape, inputs.stride(), dtype, damping, is_factorised)
+        kind_of_moment = (groups, record.columns, dtype, damping, record.rows if damping.relative else None)
+        bytes_of_factor = 20 * groups * record.columns**2
+        task = _Task(record, inputs, ready, damping, is_factorised, kind, kind_of_moment, bytes_of_factor)
         self._given += inputs.nbytes + bytes_of_factor
         room = FOR_INPUTS.within(self._given_before, in_graph=self._in_graph)
         for batch in self._inputs.add(kind, task, inputs.nbytes, room):
             self._sum_up(batch)
 
-    def join(self) -> None:
+    def join(self, *, ends_pass: bool) -> None:
         if self._began is None:
             return
-        for batch in self._inputs.end_round():
+        for batch in self._inputs.end_round() if ends_pass else self._inputs.flush():
             self._sum_up(batch)
-        for batch in self._moments.end_round():
+        for batch in self._moments.end_round() if ends_pass else self._moments.flush():
             self._factorise(batch)
-        self._began, self._given_before, self._given = None, self._given, 0
         current = torch.cuda.current_stream(self._device.index)
-        for stream in self._streams:
+        for stream in self._busy:
             current.wait_stream(stream)
-        for replays in (self._recorded_moments, self._recorded_factors):
-            replays.end_round()
+        for tensor in self._fresh:
+            tensor.record_stream(current)
+        self._busy, self._fresh = set(), []
+        if ends_pass:
+            self._began, self._given_before, self._given = None, self._given, 0
+            for replays in self._replays:
+                replays.end_round()
 
     def forget(self) -> None:
         self._inputs.forget()
         self._moments.forget()
+        self._busy, self._fresh = set(), []
         self._began, self._given = None, 0
 
     @cached_property
     def _streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         return side_stream(self._device, "moments"), side_stream(self._device, "factors")
 
+    @cached_property
+    def _replays(self) -> tuple[Replays, Replays]:
+        """Of moments, and of factors (and of moments with their factors): for each stream its own."""
+        most = torch.cuda.get_device_properties(self._device).total_memory // SHARE_OF_RESULTS
+        return Replays(GraphRecorder(), most // 2), Replays(GraphRecorder(), most // 2)
+
     def _sum_up(self, batch: list[_Task]) -> None:
         """Reduce the inputs of one kind to moments, and factorise these unless they are large."""
         first = batch[0]
-        inputs = [task.inputs for task in batch]
-        summing, factorising = self._streams
+        inputs = [tensor for task in batch if (tensor := task.inputs) is not None]
         factorises = first.is_factorised and first.record.columns <= LARGE
-        is_recorded = not self._in_graph and _is_worth_recording(batch)
+        needed = sum([tensor.nbytes for tensor in inputs]) + (len(batch) * first.bytes_of_factor if factorises else 0)
+        summing, factorising = self._streams
+        is_recorded = self._may_record(first, needed)
         stream = factorising if factorises and is_recorded else summing
+        self._busy |= {stream, factorising} if factorises else {stream}
         for ready in {task.ready for task in batch}:
             stream.wait_event(ready)
         with switched_to(stream):
             if is_recorded:
-                replays = self._recorded_factors if factorises else self._recorded_moments
-                key = (first.kind, *[tensor.data_ptr() for tensor in inputs])
-                results = replays.run(_piece_of(batch), key, partial(_reduced, first, inputs, factorises, None))
+                piece, key = _piece_of(batch), (first.kind, *[tensor.data_ptr() for tensor in inputs])
+                work = partial(_reduced, first, inputs, factorises, None)
+                results = self._recorded(self._replays[factorises], piece, key, work)
             else:
-                results = _reduced(first, inputs, factorises, factorising)
+                results = self._not_recorded(_reduced(first, inputs, factorises, factorising))
         for tensor in inputs:
             tensor.record_stream(stream)  # its memory is not used again before that is over
         for task, moment, *factor in zip(batch, *[iter(results)] * (3 if factorises else 1), strict=True):
             task.record.reduce_to(moment, (task.damping, InverseFactor(*factor)) if factor else None)
+            task.inputs = None
             if task.is_factorised and not factorises:
                 self._factorise_soon(task)
 
@@ -205,18 +225,38 @@ class _Beside:
         first = batch[0]
         moments = [moment for task in batch if (moment := task.record.moment) is not None]
         summing, factorising = self._streams
+        self._busy.add(factorising)
         factorising.wait_stream(summing)
         work = partial(_factorised, moments, first.damping, first.record.rows)
         with switched_to(factorising):
-            if not self._in_graph and _is_worth_recording(batch):
+            if self._may_record(first, len(batch) * first.bytes_of_factor):
+                piece = ("factors", *_piece_of(batch))
                 key = (first.kind_of_moment, *[moment.data_ptr() for moment in moments])
-                results = self._recorded_factors.run(("factors", *_piece_of(batch)), key, work)
+                results = self._recorded(self._replays[True], piece, key, work)
             else:
-                results = work()
+                results = self._not_recorded(work())
         for moment in moments:
             moment.record_stream(factorising)
         for task, inverse, status in zip(batch, *[iter(results)] * 2, strict=True):
             task.record.factor = task.damping, InverseFactor(inverse, status)
+
+    def _may_record(self, task: _Task, needed: int) -> bool:
+        """Whether the host is what it waits for; and not cuSOLVER, which float64 is left to and may not be in a graph.
+
+        Args:
+            task: one of those to be done.
+            needed: bytes, for all of them.
+        """
+        return not self._in_graph and needed < MOST_RECORDED and task.record.first_use.dtype != torch.float64
+
+    def _recorded(self, replays: Replays, piece: Hashable, key: Hashable, work: Work) -> tuple[Tensor, ...]:
+        results, are_kept = replays.run(piece, key, work)
+        return results if are_kept else self._not_recorded(results)
+
+    def _not_recorded(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if not self._in_graph:  # which keeps its memory
+            self._fresh += results
+        return results
 
 
 @in_full_precision
@@ -235,14 +275,13 @@ def _reduced(
     moments = second_moments(record.layer, inputs, ones=bool(record.biases))
     if not factorises:
         return tuple(moments.unbind())
-    level = task.damping.absolute_for(moments, record.rows)
     if factorising is None:
-        factors = inverse_factor(moments, level)
+        factors = inverse_factor(moments, task.damping.absolute_for(moments, record.rows))
     else:
         factorising.wait_stream(torch.cuda.current_stream())
         moments.record_stream(factorising)
         with switched_to(factorising):
-            factors = inverse_factor(moments, level)
+            factors = inverse_factor(moments, task.damping.absolute_for(moments, record.rows))
     parts = zip(moments.unbind(), factors.inverse.unbind(), factors.status.unbind(), strict=True)
     return tuple([tensor for part in parts for tensor in part])
 
@@ -259,13 +298,7 @@ def _factorised(moments: list[Tensor], damping: Damping, rows: int) -> tuple[Ten
 def _piece_of(batch: list[_Task]) -> tuple[Hashable, ...]:
     """Whose work it is: its results have the same shapes every time."""
     first = batch[0]
-    return (*[task.record for task in batch], first.record.columns, first.inputs.dtype, first.is_factorised)
-
-
-def _is_worth_recording(batch: list[_Task]) -> bool:
-    """Whether the host is what it waits for; and not cuSOLVER, which float64 is left to and may not be in a graph."""
-    needed = sum([task.bytes_of_factor for task in batch])
-    return needed < MOST_RECORDED and batch[0].inputs.dtype != torch.float64
+    return (*[task.record for task in batch], first.record.columns, first.record.first_use.dtype, first.is_factorised)
 
 
 def _geometry(record: Record) -> Hashable:

@@ -46,18 +46,21 @@ class Batches(Generic[T]):
         waiting.bytes += size
         came = self._came[kind] = self._came.get(kind, 0) + 1
         ready = []
-        if len(waiting.items) == self._most or waiting.bytes >= room or came >= self._expected.get(kind, came + 1):
+        if len(waiting.items) == self._most or waiting.bytes >= room or came == self._expected.get(kind):
             ready.append(self._waiting.pop(kind).items)
         while sum([each.bytes for each in self._waiting.values()]) >= room:
             ready.append(self._waiting.pop(next(iter(self._waiting))).items)
         return ready
 
+    def flush(self) -> list[list[T]]:
+        """The batches that are left, although more may come in this round."""
+        left, self._waiting = [waiting.items for waiting in self._waiting.values()], {}
+        return left
+
     def end_round(self) -> list[list[T]]:
         """No more will come in this round: the batches that are left."""
-        left = [waiting.items for waiting in self._waiting.values()]
-        self._expected = self._came
-        self.forget()
-        return left
+        self._expected, self._came = self._came, {}
+        return self.flush()
 
     def forget(self) -> None:
         """Drop what waits, and begin the round anew."""

@@ -119,6 +119,7 @@ class Capture:
 
     def filled_records(self) -> list[Record]:
         """Records of weights that took part in the gradients now in ``.grad``."""
+        self._ahead.join()  # if the backward pass raised
         for record in self.records.values():
             if not record.is_empty and record.grad is None:
                 record.clear()  # zero_grad since
@@ -185,7 +186,7 @@ class Capture:
             record.backward_pass = now
             self._running[now].append(record)
         if not record.is_empty:
-            self._ahead.join()  # an earlier use may be waiting to be reduced, or being reduced
+            self._ahead.join_on(output_grad.device)  # an earlier use may be waiting to be reduced, or being reduced
         record.add(use, output_grad.detach())
         damping = self.damping_of(use.key)
         if not record.uses or record.rows < record.columns or damping.value == 0 or record.keeps_inputs:

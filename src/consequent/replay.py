@@ -58,15 +58,17 @@ class Replays:
 
     Args:
         recorder: how to record; one for all, as recordings may share memory. They must run one after the other.
+        most_kept: bytes of all their results together, which are kept for as long as they are.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, most_kept: int) -> None:
         self._recorder = recorder
+        self._most_kept = most_kept
         self._pieces: dict[Hashable, _Piece] = {}
         self._works = True
         self._round = 0
 
-    def run(self, piece: Hashable, key: Hashable, work: Work) -> tuple[Tensor, ...]:
+    def run(self, piece: Hashable, key: Hashable, work: Work) -> tuple[tuple[Tensor, ...], bool]:
         """Do the work: as it is twice, and by a recording when it comes again. Not in a CUDA graph of the user's.
 
         Once there is a recording, results lie in the same place every time, whether they are its or not: others may be
@@ -76,9 +78,12 @@ class Replays:
             piece: whose work this is. Its results have the same shapes every time.
             key: all that the launches depend on, above all the addresses of what goes in.
             work: launches on the current stream alone.
+
+        Returns:
+            the results, and whether they lie where those of the next run will.
         """
         if not self._works:
-            return work()
+            return work(), False
         known = self._pieces.get(piece)
         if known is None:
             known = self._pieces[piece] = _Piece()
@@ -88,16 +93,16 @@ class Replays:
         if recording is not None:
             known.recordings.move_to_end(key)
             recording.replay()
-            return known.results
+            return known.results, True
         results = work()
         if known.results:
             torch._foreach_copy_(known.results, results)
             results = known.results
-        if key in known.seen and self._may_record(known):
+        if key in known.seen and self._may_record(known, results):
             self._record(known, key, work, results)
         else:
             _remember(known.seen, key, MOST_KEYS)
-        return results
+        return results, bool(known.results)
 
     def end_round(self) -> None:
         """A step's work is launched: what has not come for long is forgotten, and with it the memory of its results."""
@@ -106,8 +111,14 @@ class Replays:
             oldest = self._round - MOST_ROUNDS_WITHOUT
             self._pieces = {name: piece for name, piece in self._pieces.items() if piece.last_round >= oldest}
 
-    def _may_record(self, known: _Piece) -> bool:
-        return known.recorded < FREE_RECORDINGS + known.runs // RUNS_PER_RECORDING
+    def _may_record(self, known: _Piece, results: tuple[Tensor, ...]) -> bool:
+        if known.recorded >= FREE_RECORDINGS + known.runs // RUNS_PER_RECORDING:
+            return False
+        return bool(known.results) or self._kept + _bytes(results) <= self._most_kept
+
+    @property
+    def _kept(self) -> int:
+        return sum([_bytes(piece.results) for piece in self._pieces.values()])
 
     def _record(self, known: _Piece, key: Hashable, work: Work, results: tuple[Tensor, ...]) -> None:
         # The results must not lie in memory that recordings share: another one's replay would overwrite them.
@@ -164,6 +175,10 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _bytes(tensors: tuple[Tensor, ...]) -> int:
+    return sum([tensor.nbytes for tensor in tensors])
 
 
 def _remember(keys: "OrderedDict[Hashable, None]", key: Hashable, most: int) -> None:

@@ -143,6 +143,8 @@ def _on_cuda(sizes: Sizes) -> tuple[Match, ...]:
             graph=True,
         ),
         Match("mlp-graph", sizes.perceptron, _perceptrons(sizes), (Comparison("C-SGD", "SGD", 1.15),), graph=True),
+        Match("resnet50-graph", sizes.imagenet, imagenet, (Comparison(ours, without),), graph=True),
+        Match("gpt2-graph", sizes.language, language, (Comparison("C-AdamW", "AdamW"),), graph=True),
     )
     return eager + graphs
 

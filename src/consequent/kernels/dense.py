@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The sample side of all dense layers of a step, in five launches and a table.
+"""The sample side of all dense layers of a step, in five kinds of launches and a table.
 
 For every layer ``K = X Xᵀ + λI``, ``A = K⁻¹ ΔZ``, and then ``s c Aᵀ X`` in the place of the gradient, where c is the
 scalar by which what is in ``.grad`` differs from ``ΔZᵀX``: see :mod:`consequent.ridge` and :mod:`consequent.update`,
@@ -16,7 +16,7 @@ launch      what its programs do
 ==========  ==========================================================================================================
 
 The first two need inputs alone, the third no gradient of a weight: in a CUDA graph they run beside the forward and the
-backward pass.
+backward pass, the third in two launches.
 
 Partial sums lie in a scratch buffer and are added in a fixed order: the results are bitwise reproducible.
 """
@@ -172,15 +172,11 @@ def _shares(layers: Sequence[DenseLayer], tile: tuple[int, int], programs: int) 
 
 
 def _shares_of_rows(layers: Sequence[DenseLayer], tile: tuple[int, int], programs: int) -> tuple[int, int]:
-    """The same where a program takes tiles of one row of tiles."""
+    """The same where a program takes tiles of one row of tiles, so that there may be more programs."""
     shapes = [layer.weight_grad.shape for layer in layers]
     rows = [(-(-outputs // tile[0]), -(-features // tile[1])) for outputs, features in shapes]
     share = -(-sum([down * across for down, across in rows]) // programs)
-    while True:
-        needed = [down * -(-across // share) for down, across in rows]
-        if sum(needed) <= programs or share >= max([across for _, across in rows]):
-            return share, max(needed)
-        share += 1
+    return share, max([down * -(-across // share) for down, across in rows])
 
 
 def _table_of(layers: Sequence[DenseLayer], block_rows: int) -> tuple[list[int], int, bool]:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The feature side of all layers of a step, in two launches and a table.
+"""The feature side of all layers of a step, in two launches and a table (and two more for large layers).
 
 ``G (S + λI)⁻¹ = (G Wᵀ) W`` with ``W = L⁻¹`` and ``S + λI = L Lᵀ``: the second moment of every layer was factorised when
 its inputs were known, and what is left are two products with a lower triangular matrix. Products with one triangular
@@ -155,22 +155,21 @@ def _prepare_small(layers: Sequence[FeatureLayer], bad: Tensor) -> _Multiplied:
 def _prepare_large(layers: Sequence[FeatureLayer], bad: Tensor) -> _Multiplied:
     prepared = _with_scratch(layers, bad.device, "large features")
     prepared.launch(_gather, _COPIES, (bad,), _COPIES[:2])
-    products = []
+    largest = []
     for layer, shape, part in zip(layers, prepared.shapes, prepared.scratch.split(prepared.entries), strict=True):
         matrix = part.view(1, *shape)
-        products.append(by_transposed(matrix, layer.inverse_factor))
-        by_lower(products[-1], layer.inverse_factor, out=matrix)
+        product = by_transposed(matrix, layer.inverse_factor)
+        by_lower(product, layer.inverse_factor, out=matrix)
+        largest.append(torch.linalg.vector_norm(product, math.inf))  # NaN where there is one
     has_factor = torch.cat([layer.status[:, 2] for layer in layers]) != 0
-    largest = torch.stack(torch._foreach_norm(products, math.inf))  # NaN where there is one
-    bad.bitwise_or_((~torch.where(has_factor, largest, 0).isfinite()).any())
+    bad.bitwise_or_((~torch.where(has_factor, torch.stack(largest), 0).isfinite()).any())
     return prepared
 
 
 def _with_scratch(layers: Sequence[FeatureLayer], device: torch.device, key: str) -> _Multiplied:
     values, shapes = _table_of(layers)
-    prepared = _Multiplied(layers, shapes, device_table(values, device, key=key), torch.empty(0))
-    prepared.scratch = torch.empty(sum(prepared.entries), device=device)
-    return prepared
+    scratch = torch.empty(sum([outputs * size for outputs, size in shapes]), dtype=torch.float32, device=device)
+    return _Multiplied(layers, shapes, device_table(values, device, key=key), scratch)
 
 
 def _table_of(layers: Sequence[FeatureLayer]) -> tuple[list[int], list[tuple[int, int]]]:
