@@ -52,7 +52,8 @@ FOR_LARGE_MOMENTS = Room(64 * 2**20, 2**30, 8, 4)  # and what it takes to factor
 
 LARGE = 640  # features from which on a moment waits for others of its size
 
-MOST_RECORDED = 2**29  # bytes of inputs, or for factors: more keeps the GPU busy for longer than the host
+# Bytes of inputs, and for factors, that are recorded: more keeps the GPU busy for longer than the host.
+MOST_INPUTS_RECORDED, MOST_FACTORS_RECORDED = 2**28, 2**30
 SHARE_OF_RESULTS = 32  # of the device's memory, one so-manieth, that recordings may keep for what they compute
 
 
@@ -193,9 +194,8 @@ class _Beside:
         first = batch[0]
         inputs = [tensor for task in batch if (tensor := task.inputs) is not None]
         factorises = first.is_factorised and first.record.columns <= LARGE
-        needed = sum([tensor.nbytes for tensor in inputs]) + (len(batch) * first.bytes_of_factor if factorises else 0)
         summing, factorising = self._streams
-        is_recorded = self._may_record(first, needed)
+        is_recorded = self._may_record(first) and sum([tensor.nbytes for tensor in inputs]) < MOST_INPUTS_RECORDED
         stream = factorising if factorises and is_recorded else summing
         self._busy |= {stream, factorising} if factorises else {stream}
         for ready in {task.ready for task in batch}:
@@ -229,7 +229,7 @@ class _Beside:
         factorising.wait_stream(summing)
         work = partial(_factorised, moments, first.damping, first.record.rows)
         with switched_to(factorising):
-            if self._may_record(first, len(batch) * first.bytes_of_factor):
+            if self._may_record(first) and len(batch) * first.bytes_of_factor < MOST_FACTORS_RECORDED:
                 piece = ("factors", *_piece_of(batch))
                 key = (first.kind_of_moment, *[moment.data_ptr() for moment in moments])
                 results = self._recorded(self._replays[True], piece, key, work)
@@ -240,14 +240,9 @@ class _Beside:
         for task, inverse, status in zip(batch, *[iter(results)] * 2, strict=True):
             task.record.factor = task.damping, InverseFactor(inverse, status)
 
-    def _may_record(self, task: _Task, needed: int) -> bool:
-        """Whether the host is what it waits for; and not cuSOLVER, which float64 is left to and may not be in a graph.
-
-        Args:
-            task: one of those to be done.
-            needed: bytes, for all of them.
-        """
-        return not self._in_graph and needed < MOST_RECORDED and task.record.first_use.dtype != torch.float64
+    def _may_record(self, task: _Task) -> bool:
+        """Not where the user captures; and not cuSOLVER, which float64 is left to and may not be in a graph."""
+        return not self._in_graph and task.record.first_use.dtype != torch.float64
 
     def _recorded(self, replays: Replays, piece: Hashable, key: Hashable, work: Work) -> tuple[Tensor, ...]:
         results, are_kept = replays.run(piece, key, work)
