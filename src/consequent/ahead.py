@@ -47,7 +47,7 @@ class Room:
         return min(max(given // share, self.least), self.most)
 
 
-FOR_INPUTS = Room(11 * 2**20, 64 * 2**20, 64, 4)
+FOR_INPUTS = Room(11 * 2**20, 64 * 2**20, 64, 4)  # and what it takes to factorise their moments, unless these wait
 FOR_LARGE_MOMENTS = Room(64 * 2**20, 2**30, 8, 4)  # and what it takes to factorise them
 
 LARGE = 640  # features from which on a moment waits for others of its size
@@ -152,7 +152,8 @@ class _Beside:
         task = _Task(record, inputs, ready, damping, is_factorised, kind, kind_of_moment, bytes_of_factor)
         self._given += inputs.nbytes + bytes_of_factor
         room = FOR_INPUTS.within(self._given_before, in_graph=self._in_graph)
-        for batch in self._inputs.add(kind, task, inputs.nbytes, room):
+        size = inputs.nbytes + (bytes_of_factor if record.columns <= LARGE else 0)  # of what is done in one go
+        for batch in self._inputs.add(kind, task, size, room):
             self._sum_up(batch)
 
     def join(self, *, ends_pass: bool) -> None:
