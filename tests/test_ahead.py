@@ -70,7 +70,7 @@ def test_a_batch_that_needs_much_memory_starts_at_once(started, monkeypatch):
 
 def test_the_oldest_start_where_all_together_need_much_memory(started, monkeypatch):
     sizes = {"a": 100, "b": 101, "c": 102}
-    add_all([record(kind, features=sizes[kind], rows=1300) for kind in "abab" + "c"], 2 * MEBIBYTE, monkeypatch)
+    add_all([record(kind, features=sizes[kind], rows=1000) for kind in "abab" + "c"], 2 * MEBIBYTE, monkeypatch)
     assert started == [["a", "a"]]
 
 
