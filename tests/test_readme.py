@@ -128,17 +128,36 @@ def described(device, row, title):
     return network in title and all((word in title) == applies for word, applies in kinds.items())
 
 
+def test_the_costs_of_large_networks_in_a_graph_are_in_results():
+    page = (ROOT / "docs" / "speed.md").read_text()
+    (row,) = json.loads((ROOT / "results" / "bench-h200-gpt2-graph.json").read_text())["rows"]
+    assert row["mode"] == "CUDA graph"
+    in_graph = re.findall(r"\. In a CUDA graph ([\d.]+)(?=[.\s])", page)
+    for text in (in_graph[1], *re.findall(r"CUDA graph GPT-2's ratio is ([\d.]+)\b", README)):
+        assert row["ratio"]["median"] == within_rounding(text.rstrip("."))
+    rows = json.loads((ROOT / "results" / "bench-h200.json").read_text())["rows"]
+    (row,) = (row for row in rows if row["name"] == "resnet50-graph")
+    assert row["ratio"]["median"] == within_rounding(in_graph[0].rstrip("."))
+    (fallen_back, steps) = re.findall(r"`fallen_back` \((\d+) times in (\d+)\s+steps\)", page)[0]
+    measurements = json.loads((ROOT / "results" / "bench-h200.json").read_text())["measurements"]
+    (gpt2,) = (each for each in measurements if each["name"] == "gpt2")
+    counters = gpt2["entrants"][1]["counters"]
+    assert (counters["fallen_back"], counters["steps"]) == (int(fallen_back), int(steps))
+
+
 def test_the_parts_of_the_perceptrons_step_are_in_results():
     page = " ".join((ROOT / "docs" / "speed.md").read_text().split())
     pattern = (
-        r"(\d+) µs on top of (\d+)\..*? edited, (\S+); Gram matrices and solves, (\S+); writing the gradients, (\S+),"
+        r"(\d+) µs on top of (\d+)\..*? edited, (\S+); writing the gradients, (\S+); Gram matrices, factors and "
+        r"solutions, (\S+),"
     )
     (parts,) = re.findall(pattern, page)
     rows = json.loads((ROOT / "results" / "bench-h200.json").read_text())["rows"]
     (row,) = (row for row in rows if row["name"] == "mlp-graph")
     ours, plain = 1e3 * row["ours"]["value"], 1e3 * row["baseline"]["value"]
     kernels = json.loads((ROOT / "results" / "roofline-h200.json").read_text())["mlp"]["correction"]
-    measured = [ours - plain, plain, *(kernels[name][0] for name in ("_scan", "_solve", "_write"))]
+    beside = sum(kernels[name][0] for name in ("_gram", "_factor", "_solve"))
+    measured = [ours - plain, plain, kernels["_look"][0], kernels["_write"][0], beside]
     assert measured == [within_rounding(part) for part in parts]
 
 

@@ -210,7 +210,7 @@ def limits(device: str, *, quick: bool, repeats: int | None) -> Limits:
     """Returns how long the study may take."""
     if quick:
         return Limits(repeats or 5, point_seconds=3, sweep_seconds=6)
-    return Limits(repeats or 9, point_seconds=5, sweep_seconds=16 if device == "cuda" else 30)
+    return Limits(repeats or 9, point_seconds=5, sweep_seconds=40 if device == "cuda" else 30)
 
 
 def run_sweep(sweep: Sweep, device: str, limit: Limits) -> Curve:
