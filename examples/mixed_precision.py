@@ -1,7 +1,7 @@
 """Autocast, a GradScaler, gradient accumulation, norm clipping and a checkpoint: nothing about the loop changes.
 
 (If Python dies of an illegal instruction, the CPU announces bfloat16 units that its virtual machine refuses:
-``ONEDNN_MAX_CPU_ISA=AVX512_CORE`` in the environment helps.)
+``ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16`` in the environment helps.)
 """
 
 import tempfile

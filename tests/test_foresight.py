@@ -412,3 +412,16 @@ def test_the_correction_apart_from_what_the_optimizer_makes_of_it(make):
     (layer,) = correction.foresight().values()
     assert layer.corrected_cosine == pytest.approx(1, abs=1e-6)
     assert abs(layer.cosine) < 0.99
+
+
+def test_a_layer_is_shown_without_its_numbers():
+    torch.manual_seed(0)
+    model = nn.Linear(30, 20)
+    optimizer = consequent.CSGD(model, lr=0.1, foresight=True)
+    model(torch.randn(50, 30)).square().mean().backward()
+    optimizer.step()
+    (layer,) = optimizer.correction.foresight().values()
+    shown = repr(layer)
+    assert len(shown) < 250
+    assert "wanted: [50, 20]" in shown
+    assert f"cosine={layer.cosine:.4g}" in shown

@@ -205,3 +205,45 @@ def test_numbers_of_numpy_are_numbers():
 
     model = make_model()
     assert consequent.CSGD(model, lr=LR, damping=np.float32(0.5)).correction.damping == 0.5
+
+
+def test_a_bad_damping_of_a_group_is_refused_when_attaching_and_shown_where_it_comes_later():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    groups = [{"params": model[0].parameters(), "damping": -5.0}, {"params": model[1].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    with pytest.raises(ValueError, match=r"damping \(in a parameter group\) must be finite and ≥ 0, got -5"):
+        consequent.attach(optimizer, model)
+    optimizer.param_groups[0]["damping"] = 0.5
+    correction = consequent.attach(optimizer, model)
+    optimizer.param_groups[0]["damping"] = -1.0
+    assert "unusable: damping (in a parameter group) must be finite and ≥ 0, got -1" in repr(correction)
+
+
+def test_the_state_of_a_plain_optimiser_leaves_the_damping_as_it_is():
+    model = nn.Linear(3, 2)
+    optimizer = consequent.CSGD(model, lr=0.1, damping=0.07)
+    optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.5).state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer.state_dict()["param_groups"][0]["damping"] == 0.07
+    other = consequent.CSGD(nn.Linear(3, 2), lr=0.1, damping=0.01)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.correction.damping == 0.07
+
+
+def test_relative_damping_goes_with_no_damping():
+    correction = consequent.Consequentialism(nn.Linear(3, 2), None, relative_damping=0.1)
+    assert "relative_damping=0.1" in repr(correction)
+    with pytest.raises(TypeError, match="damping must be a number, got None"):
+        consequent.Consequentialism(nn.Linear(3, 2), None)
+
+
+def test_frozen_layers_are_told_of():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(consequent.ConsequentWarning, match="frozen: SGD stays as it is until one of them is trained"):
+        correction = consequent.attach(optimizer, model)
+    model[0].bias.requires_grad_(True)
+    listing = repr(correction)
+    assert "0  Linear, its bias alone: the weight is frozen" in listing
+    assert "1 with BatchNorm, which the correction conflicts with" in listing

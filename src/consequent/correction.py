@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Consequentialism", "attach"]
 
+DEFAULT_DAMPING = 0.01
+
 # All that exist, so that no gradient is corrected by two of them.
 _LIVE: "weakref.WeakSet[Consequentialism]" = weakref.WeakSet()
 
@@ -45,7 +47,7 @@ _LIVE: "weakref.WeakSet[Consequentialism]" = weakref.WeakSet()
 def attach(
     optimizer: Optimizer,
     model: nn.Module,
-    damping: float = 0.01,  # λ in the paper
+    damping: float = DEFAULT_DAMPING,  # λ in the paper
     **options: Unpack[Options],
 ) -> "Consequentialism":
     """Turn an optimiser into its consequentialist version: SGD into C-SGD, Adam into C-Adam.
@@ -82,7 +84,7 @@ class Consequentialism:
         model: the model, before or after it is wrapped or compiled (what was compiled is then compiled anew).
         damping: λ, added to the diagonal of the un-normalised Gram matrix, as in the paper. 0 is the pseudo-inverse.
             A parameter group of the optimiser may carry its own ``"damping"``.
-        relative_damping: instead of ``damping``: λ as a fraction of the inputs' mean squared norm.
+        relative_damping: instead of ``damping``, and before it: λ as a fraction of the inputs' mean squared norm.
         loss_reduction: how the loss sums up over samples, so that the learning rate keeps the paper's meaning:
             ``"mean"`` (over the samples that enter the model), ``"sum"``, or the loss's own divisor: a number, or a
             function of the number of samples (``lambda samples: samples * outputs / 2`` for the default ``F.mse_loss``,
@@ -101,7 +103,7 @@ class Consequentialism:
     def __init__(
         self,
         model: nn.Module,
-        damping: float = 0.01,  # λ in the paper
+        damping: float = DEFAULT_DAMPING,  # λ in the paper
         *,
         relative_damping: float | None = None,
         loss_reduction: LossReduction = "mean",
@@ -112,6 +114,8 @@ class Consequentialism:
         process_group: "ProcessGroup | None" = None,
         across_ranks: bool = True,
     ) -> None:
+        if damping is None and relative_damping is not None:  # said twice that there is none
+            damping = DEFAULT_DAMPING
         default = _default_damping(damping, relative_damping)
         check_loss_reduction(loss_reduction)
         if process_group is not None:
@@ -169,6 +173,10 @@ class Consequentialism:
                 f"this {type(optimizer).__name__} is attached to these layers already: they would be corrected twice. "
                 "Keep the first correction, or detach() it."
             )
+        for group in optimizer.param_groups:
+            Damping.chosen(group.get("damping"), group.get("relative_damping"), " (in a parameter group)")
+        if not any(parameter.requires_grad for parameter in mine):
+            self._reports.all_frozen(type(optimizer).__name__)
         self._capture.notice_parameters(self._capture.layers)
         self._groups.take(optimizer, when_gone=self._capture.remove)  # its hooks on the model go with it
         self._hooks = [

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from consequent import layers
 from consequent.groups import Groups
 
@@ -25,14 +27,22 @@ def describe(correction: "Consequentialism", groups: Groups, sides: Mapping[str,
     where = "not attached" if optimizer is None else f"attached to {type(optimizer).__name__}"
     if groups.lost_its_optimizer:
         where = "its optimiser was thrown away"
-    dampings = " and ".join(map(str, groups.dampings()))
+    try:
+        dampings = " and ".join(map(str, groups.dampings()))
+    except (TypeError, ValueError) as error:  # which the next step will raise
+        dampings = f"unusable: {error}"
     lines = [f"Consequentialism({dampings}, loss_reduction={reduction!r}), {where}"]
     corrected, plain = correction.corrected, correction.plain
     width = max(len(name) for name in (*corrected, *plain, ""))
     lines.append(f"  corrected ({len(corrected)}):")
     for name, layer in corrected.items():
-        columns = layers.features(layer) + (layer.bias is not None)
         layer_type = type(layer).__name__ + (f" × {layers.groups(layer)} groups" if layers.groups(layer) > 1 else "")
+        if not layer.weight.requires_grad:
+            lines.append(
+                f"    {name or '(the model itself)':{width}}  {layer_type}, its bias alone: the weight is frozen"
+            )
+            continue
+        columns = layers.features(layer) + (layer.bias is not None)
         side = {
             "samples": "solved on the sample side",
             "features": f"solved on the feature side, {columns} × {columns}",
@@ -40,6 +50,9 @@ def describe(correction: "Consequentialism", groups: Groups, sides: Mapping[str,
         lines.append(f"    {name or '(the model itself)':{width}}  {layer_type}, {columns} input columns, {side}")
     lines.append(f"  plain ({len(plain)}):")
     lines += [f"    {name or '(the model itself)':{width}}  {reason}" for name, reason in plain.items()]
+    norms = sum(isinstance(module, _BatchNorm) for module in correction.model.modules())
+    if norms:
+        lines.append(f"  {norms} with BatchNorm, which the correction conflicts with: try the model without it")
     counts = ", ".join(f"{name} {count}" for name, count in asdict(correction.counters).items())
     lines.append(f"  counters: {counts}")
     if divisor is not None:

@@ -11,7 +11,7 @@ from consequent import layers
 from consequent.record import Record, Use
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LayerForesight:
     """What one step did to one layer's outputs on the mini-batch it was computed from.
 
@@ -35,6 +35,13 @@ class LayerForesight:
     corrected_cosine: float
     backprop_cosine: float
     interference: tuple[Tensor, ...]
+
+    def __repr__(self) -> str:
+        numbers = {name: getattr(self, name) for name in ("ratio", "cosine", "corrected_cosine", "backprop_cosine")}
+        shapes = {name: [list(t.shape) for t in getattr(self, name)] for name in ("wanted", "produced", "interference")}
+        parts = [*(f"{name}={value:.4g}" for name, value in numbers.items())]
+        parts += [f"{name}: {', '.join(map(str, those))}" for name, those in shapes.items()]
+        return f"LayerForesight({', '.join(parts)})"
 
 
 class Foresight(dict[str, LayerForesight]):

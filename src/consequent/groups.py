@@ -57,7 +57,8 @@ class Groups:
     def dampings(self) -> list[Damping]:
         """All that are in use, each once."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
-        own = [Damping.chosen(group.get("damping"), group.get("relative_damping")) for group in groups]
+        where = " (in a parameter group)"
+        own = [Damping.chosen(group.get("damping"), group.get("relative_damping"), where) for group in groups]
         return list(dict.fromkeys(damping or self._default for damping in own)) or [self._default]
 
     @property

@@ -53,6 +53,15 @@ class _Consequentialist(Optimizer):
             param_group |= {"damping": self._damping} if relative is None else {"relative_damping": relative}
         super().add_param_group(param_group)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; one of a plain optimiser has no damping, and leaves it as it is."""
+        names = ("damping", "relative_damping")
+        own = [{name: group[name] for name in names if name in group} for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, dampings in zip(self.param_groups, own, strict=True):
+            if not any(name in group for name in names):
+                group |= dampings
+
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         return {**state, "damping": self._damping, "options": self._options, "model": self.correction.model}

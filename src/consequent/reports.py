@@ -86,6 +86,12 @@ class Reports(Tally):
             "hand, pass process_group=torch.distributed.group.WORLD; if each trains its own, pass across_ranks=False.",
         )
 
+    def all_frozen(self, optimizer: str) -> None:
+        """There is nothing to correct, for now."""
+        self._warn_once(
+            "frozen", f"all layers to correct are frozen: {optimizer} stays as it is until one of them is trained"
+        )
+
     def left_plain(self, name: str, reason: str) -> None:
         """A layer that was to be corrected keeps its plain gradient."""
         self._warn_once(f"plain {name}", f"{shown(name)} keeps its plain gradient: {reason}")

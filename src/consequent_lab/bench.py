@@ -35,7 +35,7 @@ class Bench:
     only: tuple[str, ...] = ()
     """Names of the measurements to take, as in the JSON file (default: all)."""
     repeats: int | None = None
-    """Samples of every contestant (default: 50 on a GPU, 15 on a CPU, fewer where time runs out)."""
+    """Samples of every contestant (default: 50 on a GPU, 60 on a CPU, fewer where time runs out)."""
     iterations: int | None = None
     """precision: training steps (default: 1000 on a GPU, 50 on a CPU)."""
     data: Path | None = None

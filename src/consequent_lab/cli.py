@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _say_what_is_missing(packages: list[str]) -> int:
     print(
         f"consequent: this needs {', '.join(packages)}. Install what is missing with\n"
-        "    pip install 'consequent[lab]'",
+        "    pip install '.[lab]'        (in a clone of the repository)",
         file=sys.stderr,
     )
     return 1

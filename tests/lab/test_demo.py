@@ -99,7 +99,7 @@ def test_missing_lab_packages_are_named_with_the_remedy(monkeypatch, capsys):
     assert cli.main(["demo"]) == 1
     message = capsys.readouterr().err
     assert "rich, tyro" in message
-    assert "pip install 'consequent[lab]'" in message
+    assert "pip install '.[lab]'" in message
 
 
 @pytest.mark.parametrize(
