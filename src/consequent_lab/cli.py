@@ -4,10 +4,11 @@ A command is a frozen dataclass with a `run` method, listed in `commands`. Its m
 so that `consequent --help` answers at once.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 LAB_PACKAGES = ("rich", "tyro")  # of every command; some need more
 
@@ -81,5 +82,18 @@ def _say_what_is_missing(packages: list[str]) -> int:
     return 1
 
 
+def _end(status: int) -> NoReturn:
+    """Ends the process; one of several ranks at once.
+
+    Threads of gloo that need Python once more while it shuts down abort the process ("terminate called without an active
+    exception", seen once in hundreds of runs), and everything has been written by now.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _end(main())
