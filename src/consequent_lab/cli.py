@@ -85,8 +85,8 @@ def _say_what_is_missing(packages: list[str]) -> int:
 def _end(status: int) -> NoReturn:
     """Ends the process; one of several ranks at once.
 
-    Threads of gloo that need Python once more while it shuts down abort the process ("terminate called without an active
-    exception", seen once in hundreds of runs), and everything has been written by now.
+    Threads of gloo that need Python once more while it shuts down abort the process ("terminate called without an
+    active exception", seen once in many runs), and everything has been written by now.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
