@@ -164,3 +164,9 @@ def test_moments_that_others_are_added_to_are_not_factorised(factorised, monkeyp
     waiting.add(of_one, Damping(0.1))
     waiting.join()
     assert factorised == [["one"]]
+
+
+def test_moments_that_are_gone_are_not_factorised(monkeypatch):
+    monkeypatch.setattr(ahead._Beside, "_streams", (Stream(), Stream()))
+    task = SimpleNamespace(record=SimpleNamespace(moment=None))
+    ahead._Beside(torch.device("cuda"))._factorise([task])

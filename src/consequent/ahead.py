@@ -222,9 +222,12 @@ class _Beside:
             self._factorise(batch)
 
     def _factorise(self, batch: list[_Task]) -> None:
-        """Factorise the moments of one size."""
-        first = batch[0]
+        """Factorise the moments of one size, those that are still wanted."""
+        batch = [task for task in batch if task.record.moment is not None]
         moments = [moment for task in batch if (moment := task.record.moment) is not None]
+        if not batch:
+            return
+        first = batch[0]
         summing, factorising = self._streams
         self._busy.add(factorising)
         factorising.wait_stream(summing)
