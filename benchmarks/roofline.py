@@ -26,6 +26,7 @@ OURS = (
     "_multiply",
     "_put",
     "_add_splits",
+    "_gather",
     "_product",
     "_gram",
     "_factor",

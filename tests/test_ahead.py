@@ -169,4 +169,6 @@ def test_moments_that_others_are_added_to_are_not_factorised(factorised, monkeyp
 def test_moments_that_are_gone_are_not_factorised(monkeypatch):
     monkeypatch.setattr(ahead._Beside, "_streams", (Stream(), Stream()))
     task = SimpleNamespace(record=SimpleNamespace(moment=None))
-    ahead._Beside(torch.device("cuda"))._factorise([task])
+    beside = ahead._Beside(torch.device("cuda"))
+    beside._factorise([task])
+    assert not beside._busy  # nothing was launched

@@ -246,4 +246,4 @@ def test_frozen_layers_are_told_of():
     model[0].bias.requires_grad_(True)
     listing = repr(correction)
     assert "0  Linear, its bias alone: the weight is frozen" in listing
-    assert "1 with BatchNorm, which the correction conflicts with" in listing
+    assert "BatchNorm layers: 1; the paper found that they conflict" in listing

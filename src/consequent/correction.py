@@ -16,7 +16,7 @@ from consequent.counters import Counters
 from consequent.describe import describe
 from consequent.exchange import Exchange
 from consequent.foresight import Foresight
-from consequent.groups import Groups
+from consequent.groups import Groups, damping_in
 from consequent.guards import check_optimizer, refuse_uncaptured, unwrapped
 from consequent.layers import Layer
 from consequent.precision import in_full_precision
@@ -174,7 +174,7 @@ class Consequentialism:
                 "Keep the first correction, or detach() it."
             )
         for group in optimizer.param_groups:
-            Damping.chosen(group.get("damping"), group.get("relative_damping"), " (in a parameter group)")
+            damping_in(group)  # raises now, not at the first step
         if not any(parameter.requires_grad for parameter in mine):
             self._reports.all_frozen(type(optimizer).__name__)
         self._capture.notice_parameters(self._capture.layers)

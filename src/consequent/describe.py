@@ -34,25 +34,29 @@ def describe(correction: "Consequentialism", groups: Groups, sides: Mapping[str,
     lines = [f"Consequentialism({dampings}, loss_reduction={reduction!r}), {where}"]
     corrected, plain = correction.corrected, correction.plain
     width = max(len(name) for name in (*corrected, *plain, ""))
+
+    def line(name: str, text: str) -> str:
+        return f"    {name or '(the model itself)':{width}}  {text}"
+
     lines.append(f"  corrected ({len(corrected)}):")
     for name, layer in corrected.items():
         layer_type = type(layer).__name__ + (f" × {layers.groups(layer)} groups" if layers.groups(layer) > 1 else "")
         if not layer.weight.requires_grad:
-            lines.append(
-                f"    {name or '(the model itself)':{width}}  {layer_type}, its bias alone: the weight is frozen"
-            )
+            lines.append(line(name, f"{layer_type}, its bias alone: the weight is frozen"))
             continue
         columns = layers.features(layer) + (layer.bias is not None)
         side = {
             "samples": "solved on the sample side",
             "features": f"solved on the feature side, {columns} × {columns}",
         }.get(sides.get(name, ""), "side chosen at the first step")
-        lines.append(f"    {name or '(the model itself)':{width}}  {layer_type}, {columns} input columns, {side}")
+        lines.append(line(name, f"{layer_type}, {columns} input columns, {side}"))
     lines.append(f"  plain ({len(plain)}):")
-    lines += [f"    {name or '(the model itself)':{width}}  {reason}" for name, reason in plain.items()]
+    lines += [line(name, reason) for name, reason in plain.items()]
     norms = sum(isinstance(module, _BatchNorm) for module in correction.model.modules())
     if norms:
-        lines.append(f"  {norms} with BatchNorm, which the correction conflicts with: try the model without it")
+        lines.append(
+            f"  BatchNorm layers: {norms}; the paper found that they conflict with the correction, try without"
+        )
     counts = ", ".join(f"{name} {count}" for name, count in asdict(correction.counters).items())
     lines.append(f"  counters: {counts}")
     if divisor is not None:

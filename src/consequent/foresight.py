@@ -39,7 +39,7 @@ class LayerForesight:
     def __repr__(self) -> str:
         numbers = {name: getattr(self, name) for name in ("ratio", "cosine", "corrected_cosine", "backprop_cosine")}
         shapes = {name: [list(t.shape) for t in getattr(self, name)] for name in ("wanted", "produced", "interference")}
-        parts = [*(f"{name}={value:.4g}" for name, value in numbers.items())]
+        parts = [f"{name}={value:.4g}" for name, value in numbers.items()]
         parts += [f"{name}: {', '.join(map(str, those))}" for name, those in shapes.items()]
         return f"LayerForesight({', '.join(parts)})"
 

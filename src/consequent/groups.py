@@ -12,6 +12,11 @@ from torch.optim import Optimizer
 from consequent.settings import Damping
 
 
+def damping_in(group: dict[str, Any]) -> Damping | None:
+    """λ of a parameter group's own, if it has one. Raises if it can be none."""
+    return Damping.chosen(group.get("damping"), group.get("relative_damping"), " (in a parameter group)")
+
+
 class Groups:
     """The parameter groups of an optimiser; without one, all parameters of the model in a group of their own."""
 
@@ -57,9 +62,7 @@ class Groups:
     def dampings(self) -> list[Damping]:
         """All that are in use, each once."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
-        where = " (in a parameter group)"
-        own = [Damping.chosen(group.get("damping"), group.get("relative_damping"), where) for group in groups]
-        return list(dict.fromkeys(damping or self._default for damping in own)) or [self._default]
+        return list(dict.fromkeys(damping_in(group) or self._default for group in groups)) or [self._default]
 
     @property
     def default(self) -> Damping:
@@ -77,8 +80,7 @@ class Groups:
         group = self._group_of.get(parameter)
         if group is None or ("damping" not in group and "relative_damping" not in group):
             return self._default
-        own = Damping.chosen(group.get("damping"), group.get("relative_damping"), " (in a parameter group)")
-        return own or self._default
+        return damping_in(group) or self._default
 
     def learning_rate_of(self, parameter: Tensor) -> float:
         """μ for a parameter: how far a step goes down the gradient in ``.grad``."""
@@ -91,7 +93,7 @@ class Groups:
         """Change λ for all groups that have none of their own (a ready-made optimiser's groups repeat the default)."""
         old = self.default
         for group in [] if self.optimizer is None else self.optimizer.param_groups:
-            if Damping.chosen(group.get("damping"), group.get("relative_damping")) == old:
+            if damping_in(group) == old:
                 group.pop("damping", None)
                 group.pop("relative_damping", None)
                 group["relative_damping" if default.relative else "damping"] = default.value

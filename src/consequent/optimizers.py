@@ -6,7 +6,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-from consequent.correction import Consequentialism
+from consequent.correction import DEFAULT_DAMPING, Consequentialism
 from consequent.settings import Options
 
 __all__ = ["CSGD", "CAdam", "CAdamW", "CRMSprop"]
@@ -29,7 +29,7 @@ class _Consequentialist(Optimizer):
         model: nn.Module,
         params: Params | None = None,
         *,
-        damping: float = 0.01,
+        damping: float = DEFAULT_DAMPING,
         **options: Any,
     ) -> None:
         self._damping = damping
