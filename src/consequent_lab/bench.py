@@ -173,8 +173,11 @@ def _draw_again(path: Path) -> None:
     from consequent_lab.scaling import recorded_curves
     from consequent_lab.scaling_figure import draw_scaling
 
-    record = json.loads(path.read_text(encoding="utf-8"))
-    if record.get("study") != "scaling":
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # neither text nor JSON
+        record = None
+    if not isinstance(record, dict) or record.get("study") != "scaling":
         raise ValueError(f"--draw {path}: not a file of consequent bench scaling")
     curves = [curve for curve in recorded_curves(record) if curve.points]
     draw_scaling(path.with_suffix(".png"), curves, record["device"]["name"])

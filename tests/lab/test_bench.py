@@ -13,6 +13,7 @@ from torch import nn
 
 import consequent
 from consequent_lab import cli, images, operations, precision, scaling, speed, targets, timing
+from consequent_lab.bench import Bench
 from consequent_lab.datasets import Dataset
 from consequent_lab.graphs import GraphedStep
 from consequent_lab.models import mlp, residual_net
@@ -497,3 +498,11 @@ def test_a_gpu_that_is_not_there_is_said_so(tmp_path, capsys):
 
 def test_quartiles_of_one_value():
     assert Quartiles.of([2.0]) == Quartiles(2.0, 2.0, 2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize("content", [b"no JSON", b"[1]", b'{"study": "speed"}', bytes([255, 254, 0])])
+def test_drawing_another_file_is_refused_by_name(content, tmp_path):
+    path = tmp_path / "other.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"--draw .*other\.json: not a file of consequent bench scaling"):
+        Bench(draw=path).run()
