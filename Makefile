@@ -11,7 +11,7 @@ LAB := $(VENV)/.installed-lab
 DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format freeze clean distclean
+.PHONY: help demo test slow fuzz lint format freeze clean distclean
 
 help:  ## Say what can be made.
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -19,9 +19,17 @@ help:  ## Say what can be made.
 demo: $(LAB)  ## Race plain optimisers against their C- versions on handwritten digits (under a minute).
 	@$(BIN)/consequent demo
 
-test: $(DEV) lint  ## Lint, types, doctests and tests: what continuous integration runs.
+test: $(DEV) lint  ## Lint, types, doctests and all tests but the slow ones (five minutes on two cores).
 	@echo "==> tests and doctests (two processes, one thread each)"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+
+slow: $(DEV)  ## The slow tests, which continuous integration runs as well.
+	@echo "==> slow tests (two processes, one thread each)"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+
+fuzz: $(DEV)  ## Random networks and training loops against an independent reference, for MINUTES (default 60).
+	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m fuzz --minutes $(or $(MINUTES),60) --mode step
+	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m fuzz --minutes $(or $(MINUTES),60) --mode backward
 
 lint: $(DEV)  ## Check style, formatting and types.
 	@echo "==> ruff check"

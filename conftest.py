@@ -11,7 +11,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 # Doctests import every module, also those that need a package which is not there (Triton is not made for every
 # platform).
-NEEDS = {"triton": "kernels/*"} | {name: f"integrations/{name}.py" for name in ("lightning", "transformers", "sklearn")}
+NEEDS = {"triton": "engines/gpu/kernels/*"}
+NEEDS |= {name: f"integrations/{name}.py" for name in ("lightning", "transformers", "sklearn")}
 collect_ignore_glob = [f"src/consequent/{files}" for name, files in NEEDS.items() if not find_spec(name)]
 
 if not torch.cuda.is_available():

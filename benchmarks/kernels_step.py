@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from consequent.kernels import dense, features, table
-from consequent.kernels.dense import DenseLayer, DenseStep
-from consequent.kernels.features import FeatureLayer, prepare_features, write_features
+from consequent.engines.gpu.kernels import dense, features, table
+from consequent.engines.gpu.kernels.dense import DenseLayer, DenseStep
+from consequent.engines.gpu.kernels.features import FeatureLayer, prepare_features, write_features
 
 REPLAYS = 50
 

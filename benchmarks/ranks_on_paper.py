@@ -1,16 +1,16 @@
 """What several ranks cost, on paper: bytes, operations and time of a step for ResNet-50 and a 7B transformer.
 
-Bytes are those of the library's own cost model (`consequent.traffic`), which the tests compare with what really goes
-through sockets; who factorises what is the library's own choice (`consequent.owners`). Times follow from the
-assumptions there and below; nothing here was measured on so many GPUs.
+Bytes are those of the library's own cost model (`consequent.ranks.traffic`), which the tests compare with what really
+goes through sockets; who factorises what is the library's own choice (`consequent.ranks.ownership`). Times follow from
+the assumptions there and below; nothing here was measured on so many GPUs.
 
     python benchmarks/ranks_on_paper.py
 """
 
 from dataclasses import dataclass, field
 
-from consequent.owners import ON_GPUS, Division, Matrix, Rates, divided
-from consequent.traffic import bytes_to_gather, bytes_to_sum, packed_length
+from consequent.ranks.ownership import ON_GPUS, Division, Matrix, Rates, divided
+from consequent.ranks.traffic import bytes_to_gather, bytes_to_sum, packed_length
 
 GPUS = (8, 64, 256, 1024)
 PER_NODE = 8

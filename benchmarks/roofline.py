@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import consequent
-from consequent.moments import second_moments
+from consequent.layers import kind_of
 from consequent_lab.models import mlp, resnet20
 
 OURS = (
@@ -84,7 +85,9 @@ def moments(ceiling: dict[str, float]) -> list[dict[str, object]]:
             torch.randn(*shape, device="cuda").relu().contiguous(memory_format=torch.channels_last)
             for _ in range(layers)
         ]
-        time = replay_time(lambda inputs=inputs, layer=layer: second_moments(layer, inputs, ones=True))
+        calls = [kind_of(layer).of(layer).canonical(tensor) for tensor in inputs]
+        operation, canonical = calls[0].operation, [call.inputs for call in calls]
+        time = replay_time(partial(operation.second_moments, canonical, ones=True))
         size, positions = 9 * channels + 1, 128 * (side // stride) ** 2
         lags = 13 if stride == 1 else 45  # blocks of channels × channels that are computed
         flops = layers * 2 * lags * channels**2 * positions
@@ -96,7 +99,7 @@ def moments(ceiling: dict[str, float]) -> list[dict[str, object]]:
 
 def factors(ceiling: dict[str, float]) -> list[dict[str, object]]:
     """Their factorisations: L and its inverse."""
-    from consequent.kernels.factor import inverse_factor
+    from consequent.engines.gpu.kernels.factor import inverse_factor
 
     rows = []
     for size, layers in ((577, 5), (289, 6), (145, 6)):

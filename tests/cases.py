@@ -1,6 +1,8 @@
 """What every test walks over: name -> (make a module, make an input for it).
 
-Inputs are made in float64 and cast, so that float64 tests see full mantissas. ``build`` seeds both by the name.
+Inputs are made in float64 and cast, so that float64 tests see full mantissas; indices stay indices. Several inputs are
+a tuple: call modules by ``called``. ``build`` seeds module and inputs by the name. Tables of embeddings are corrected
+only where they are named, which ``included`` does.
 """
 
 from zlib import crc32
@@ -9,6 +11,8 @@ import pytest
 import reference
 import torch
 from torch import nn
+
+from consequent.layers import kind_of
 
 DAMPINGS = [1e-6, 1e-4, 1e-2, 1.0, 1e3]
 DTYPES = [torch.float32, torch.float64]
@@ -33,6 +37,11 @@ def duplicated(*shape):
     """Every sample twice, except for an odd one."""
     half = normal((shape[0] + 1) // 2, *shape[1:])
     return torch.cat([half, half])[: shape[0]]
+
+
+def indices(*shape, size=7):
+    """What tables are looked up by; few of them, so that some come more than once."""
+    return torch.randint(size, shape)
 
 
 LINEAR_CASES = {
@@ -189,8 +198,126 @@ CONV3D_CASES = {
     "conv3d-kernel-1": (lambda: nn.Conv3d(3, 2, 1), lambda: normal(2, 3, 2, 2, 2)),
 }
 
+TRANSPOSED_CASES = {
+    "transposed1d": (lambda: nn.ConvTranspose1d(2, 3, 3), lambda: normal(3, 2, 6)),
+    "transposed1d-no-bias": (lambda: nn.ConvTranspose1d(2, 3, 3, bias=False), lambda: normal(3, 2, 6)),
+    "transposed1d-few-positions": (lambda: nn.ConvTranspose1d(9, 2, 2, padding=1), lambda: normal(2, 9, 4)),
+    "transposed1d-stride": (lambda: nn.ConvTranspose1d(3, 2, 4, stride=2, padding=1), lambda: normal(2, 3, 5)),
+    "transposed1d-stride-is-kernel": (lambda: nn.ConvTranspose1d(3, 2, 2, stride=2), lambda: normal(2, 3, 4)),
+    "transposed1d-stride-beyond-kernel": (
+        lambda: nn.ConvTranspose1d(3, 2, 2, stride=5, padding=3),
+        lambda: normal(3, 3, 4),
+    ),
+    "transposed1d-output-padding": (
+        lambda: nn.ConvTranspose1d(2, 3, 3, stride=4, padding=1, output_padding=3),
+        lambda: normal(2, 2, 4),
+    ),
+    "transposed1d-dilation": (lambda: nn.ConvTranspose1d(2, 3, 3, dilation=2, padding=1), lambda: normal(2, 2, 5)),
+    "transposed1d-dilation-stride": (
+        lambda: nn.ConvTranspose1d(2, 2, 4, stride=4, dilation=6, padding=5),
+        lambda: normal(2, 2, 4),
+    ),
+    "transposed1d-groups": (lambda: nn.ConvTranspose1d(4, 6, 3, stride=2, groups=2), lambda: normal(2, 4, 4)),
+    "transposed1d-unbatched": (lambda: nn.ConvTranspose1d(2, 3, 3, stride=2), lambda: normal(2, 5)),
+    "transposed1d-one-pixel": (lambda: nn.ConvTranspose1d(3, 2, 4), lambda: normal(5, 3, 1)),
+    "transposed1d-kernel-1": (lambda: nn.ConvTranspose1d(4, 2, 1), lambda: normal(2, 4, 5)),
+    "transposed2d": (lambda: nn.ConvTranspose2d(2, 3, 3), lambda: normal(2, 2, 3, 4)),
+    "transposed2d-doubling-4": (
+        lambda: nn.ConvTranspose2d(2, 3, 4, stride=2, padding=1),
+        lambda: normal(1, 2, 3, 4),
+    ),
+    "transposed2d-doubling-3": (
+        lambda: nn.ConvTranspose2d(3, 2, 3, stride=2, padding=1, output_padding=1),
+        lambda: normal(1, 3, 3, 4),
+    ),
+    "transposed2d-few-positions": (lambda: nn.ConvTranspose2d(4, 2, 3, padding=1), lambda: normal(3, 4, 3, 3)),
+    "transposed2d-mixed": (
+        lambda: nn.ConvTranspose2d(
+            2, 4, (3, 2), stride=(3, 2), padding=(2, 1), output_padding=(2, 0), dilation=(2, 3), groups=2
+        ),
+        lambda: normal(2, 2, 3, 4),
+    ),
+    "transposed2d-depthwise": (lambda: nn.ConvTranspose2d(3, 6, 3, stride=2, groups=3), lambda: normal(2, 3, 2, 3)),
+    "transposed2d-groups-no-bias": (
+        lambda: nn.ConvTranspose2d(6, 3, 2, groups=3, padding=1, bias=False),
+        lambda: normal(2, 6, 3, 4),
+    ),
+    "transposed2d-rectified": (lambda: nn.ConvTranspose2d(2, 3, 2, stride=2), lambda: rectified(2, 2, 3, 3)),
+    "transposed2d-correlated": (lambda: nn.ConvTranspose2d(2, 3, 3, padding=1), lambda: correlated(3, 2, 3, 3)),
+    "transposed2d-unbatched": (lambda: nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1), lambda: normal(2, 3, 4)),
+    "transposed2d-channels-last": (
+        lambda: nn.ConvTranspose2d(3, 2, 3, padding=1),
+        lambda: normal(2, 3, 3, 4).contiguous(memory_format=torch.channels_last),
+    ),
+    "transposed3d": (lambda: nn.ConvTranspose3d(2, 2, 2), lambda: normal(1, 2, 2, 2, 2)),
+    "transposed3d-doubling": (
+        lambda: nn.ConvTranspose3d(1, 2, 3, stride=2, padding=1, output_padding=1),
+        lambda: normal(1, 1, 2, 2, 2),
+    ),
+    "transposed3d-mixed": (
+        lambda: nn.ConvTranspose3d(
+            2, 4, (1, 2, 2), stride=(2, 1, 3), padding=(0, 1, 1), output_padding=(1, 0, 1), dilation=(1, 2, 2), groups=2
+        ),
+        lambda: normal(1, 2, 2, 3, 2),
+    ),
+    "transposed3d-unbatched-no-bias": (
+        lambda: nn.ConvTranspose3d(2, 2, 2, stride=2, bias=False),
+        lambda: normal(2, 1, 2, 2),
+    ),
+}
+
+EMBEDDING_CASES = {
+    "embedding": (lambda: nn.Embedding(7, 3), lambda: indices(4, 5)),
+    "embedding-few-rows": (lambda: nn.Embedding(12, 3), lambda: indices(4, size=12)),
+    "embedding-one-index": (lambda: nn.Embedding(7, 3), lambda: indices()),
+    "embedding-3d-input": (lambda: nn.Embedding(7, 2), lambda: indices(2, 3, 2)),
+    "embedding-padding": (lambda: nn.Embedding(7, 3, padding_idx=2), lambda: indices(5, 5)),
+    "embedding-padding-from-the-end": (lambda: nn.Embedding(7, 3, padding_idx=-1), lambda: indices(5, 5)),
+    "embedding-sparse": (lambda: nn.Embedding(7, 3, sparse=True), lambda: indices(4, 3)),
+    "embedding-sparse-padding": (lambda: nn.Embedding(7, 3, sparse=True, padding_idx=2), lambda: indices(5, 3)),
+}
+
+BAG_CASES = {
+    "bag-sum": (lambda: nn.EmbeddingBag(7, 3, mode="sum"), lambda: indices(3, 4)),
+    "bag-sum-many-bags": (lambda: nn.EmbeddingBag(5, 3, mode="sum"), lambda: indices(12, 3, size=5)),
+    "bag-mean": (lambda: nn.EmbeddingBag(7, 3, mode="mean"), lambda: indices(4, 3)),
+    "bag-mean-many-bags": (lambda: nn.EmbeddingBag(5, 3, mode="mean"), lambda: indices(12, 3, size=5)),
+    "bag-duplicated": (lambda: nn.EmbeddingBag(9, 3, mode="mean"), lambda: indices(2, 3, size=9).repeat(2, 1)),
+    "bag-sum-offsets": (
+        lambda: nn.EmbeddingBag(7, 3, mode="sum"),
+        lambda: (indices(9), torch.tensor([0, 2, 2, 6])),  # the second bag is empty
+    ),
+    "bag-mean-offsets": (
+        lambda: nn.EmbeddingBag(7, 3, mode="mean"),
+        lambda: (indices(9), torch.tensor([0, 2, 2, 6])),
+    ),
+    "bag-mean-last-offset": (
+        lambda: nn.EmbeddingBag(7, 3, mode="mean", include_last_offset=True),
+        lambda: (indices(9), torch.tensor([0, 4, 9])),
+    ),
+    "bag-sum-weights": (
+        lambda: nn.EmbeddingBag(7, 3, mode="sum"),
+        lambda: (indices(3, 4), None, normal(3, 4)),
+    ),
+    "bag-sum-offsets-weights": (
+        lambda: nn.EmbeddingBag(7, 3, mode="sum"),
+        lambda: (indices(9), torch.tensor([0, 3, 5]), normal(9)),
+    ),
+    "bag-mean-padding": (lambda: nn.EmbeddingBag(7, 3, mode="mean", padding_idx=2), lambda: indices(4, 4)),
+    "bag-sum-padding-weights": (
+        lambda: nn.EmbeddingBag(7, 3, mode="sum", padding_idx=-3),
+        lambda: (indices(4, 4), None, normal(4, 4)),
+    ),
+    "bag-sum-sparse": (lambda: nn.EmbeddingBag(7, 3, mode="sum", sparse=True), lambda: indices(3, 4)),
+    "bag-mean-sparse-padding": (
+        lambda: nn.EmbeddingBag(7, 3, mode="mean", sparse=True, padding_idx=2),
+        lambda: (indices(9), torch.tensor([0, 5])),
+    ),
+}
+
 CONV_CASES = {**CONV1D_CASES, **CONV2D_CASES, **CONV3D_CASES}
-CASES = {**LINEAR_CASES, **CONV_CASES}
+TABLE_CASES = {**EMBEDDING_CASES, **BAG_CASES}
+CASES = {**LINEAR_CASES, **CONV_CASES, **TRANSPOSED_CASES, **TABLE_CASES}
 
 
 def build(name, dtype=torch.float64):
@@ -199,7 +326,42 @@ def build(name, dtype=torch.float64):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(crc32(name.encode()))
         module = make_module().to(dtype)
-        return module, make_input().to(dtype)
+        return module, cast(make_input(), dtype)
+
+
+def cast(value, dtype):
+    """Numbers of a dtype; indices stay what they are."""
+    if isinstance(value, tuple):
+        return tuple(cast(one, dtype) for one in value)
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def called(module, inputs):
+    """What a module makes of a case's input."""
+    return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+
+
+class Around(nn.Module):
+    """A model with nothing but a layer in it, which may take several inputs."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs):
+        return self.layer(*inputs)
+
+
+def included(module):
+    """The options by which a layer is corrected."""
+    return {"include": [type(module)]} if isinstance(module, nn.Embedding | nn.EmbeddingBag) else {}
+
+
+def second_moment(layer, inputs, *, ones):
+    """That of the layer's inputs, the library's way."""
+    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    operation, canonical, _, _ = kind_of(layer).of(layer).canonical(*arguments)
+    return operation.second_moment(canonical, ones=ones)
 
 
 def random_like(output, name):

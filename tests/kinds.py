@@ -85,8 +85,16 @@ def train_expected(twin, optimizer, batches=BATCHES[:3], after_step=lambda: None
         after_step()
 
 
+def is_of_torch(module):
+    """Whether its class is the one of that name in torch, and no subclass of it."""
+    return type(module) is getattr(nn, type(module).__name__)
+
+
 def hooks_on(model, optimizer=None):
-    found = [hook for m in model.modules() for hook in (*m._forward_hooks, *m._forward_pre_hooks)]
+    """All that is put on a model and its optimiser: hooks, and layers' classes that were exchanged."""
+    found = [m for m in model.modules() if type(m).__module__.startswith("torch.nn") and not is_of_torch(m)]
+    found += [name for m in model.modules() for name in vars(m) if "consequent" in name]
+    found += [hook for m in model.modules() for hook in (*m._forward_hooks, *m._forward_pre_hooks)]
     if optimizer is not None:
         found += [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
     return found

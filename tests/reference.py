@@ -5,7 +5,7 @@ elimination run in numpy's ``longdouble`` (80 bits on x86), so that the error me
 library's own.
 """
 
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -97,7 +97,8 @@ def relative_error(actual, expected):
 
 
 def to_numpy(tensor):
-    return tensor.detach().double().cpu().numpy()
+    tensor = tensor.detach()
+    return (tensor.to_dense() if tensor.is_sparse else tensor).double().cpu().numpy()
 
 
 def linear_rows(x):
@@ -177,6 +178,41 @@ def conv_patches(x, module):
     return matrices
 
 
+def transposed_conv_sizes(module, sizes):
+    """How large the outputs are, per dimension."""
+    return [
+        (size - 1) * module.stride[i]
+        - 2 * module.padding[i]
+        + module.dilation[i] * (module.kernel_size[i] - 1)
+        + module.output_padding[i]
+        + 1
+        for i, size in enumerate(sizes)
+    ]
+
+
+def transposed_conv_rows(x, module):
+    """As ``conv_patches``, a row per sample and output position: every pixel is put where its taps take it."""
+    x = conv_batched(x, module)
+    sizes = transposed_conv_sizes(module, x.shape[2:])
+    positions = list(product(*(range(size) for size in sizes)))
+    matrices = []
+    for group in range(module.groups):
+        taps = list(conv_taps(module, group))
+        rows = np.zeros((len(x) * len(positions), len(taps)))
+        for sample, image in enumerate(x):
+            for column, (channel, offset) in enumerate(taps):
+                for pixel in np.ndindex(*image.shape[1:]):
+                    position = tuple(
+                        pixel[i] * module.stride[i] + offset[i] * module.dilation[i] - module.padding[i]
+                        for i in range(len(sizes))
+                    )
+                    if position in positions:
+                        row = sample * len(positions) + positions.index(position)
+                        rows[row, column] = image[(channel, *pixel)]
+        matrices.append(rows)
+    return matrices
+
+
 def conv_output_rows(output, module):
     """A row matrix per group, rows ordered as those of ``conv_patches``, one column per output channel."""
     output = conv_batched(output, module)
@@ -191,12 +227,59 @@ def conv_output_rows(output, module):
     return matrices
 
 
+def embedding_rows(indices, module):
+    """A row per index: the one-hot vector of it, and nothing but zeros for ``padding_idx``."""
+    indices = [int(index) for index in indices.reshape(-1)]
+    rows = np.zeros((len(indices), module.num_embeddings))
+    for row, index in enumerate(indices):
+        if index != module.padding_idx:
+            rows[row, index] = 1.0
+    return rows
+
+
+def bag_rows(arguments, module):
+    """A row per bag: the sum of its indices' one-hot vectors, times their weights, or their mean."""
+    indices, offsets, weights = (
+        (*arguments, None, None)[:3] if isinstance(arguments, tuple) else (arguments, None, None)
+    )
+    places = list(np.ndindex(*indices.shape))
+    if offsets is None:
+        bags = [[place for place in places if place[0] == bag] for bag in range(len(indices))]
+    else:
+        ends = [int(offset) for offset in offsets]
+        ends = ends if module.include_last_offset else [*ends, len(indices)]
+        bags = [places[start:end] for start, end in pairwise(ends)]
+    rows = np.zeros((len(bags), module.num_embeddings))
+    for row, bag in enumerate(bags):
+        kept = [place for place in bag if int(indices[place]) != module.padding_idx]
+        for place in kept:
+            factor = 1.0 if weights is None else float(weights[place])
+            rows[row, int(indices[place])] += factor / len(kept) if module.mode == "mean" else factor
+    return rows
+
+
 def is_conv(module):
     return hasattr(module, "kernel_size")
 
 
+def is_transposed_conv(module):
+    return is_conv(module) and module.transposed
+
+
+def is_table(module):
+    return hasattr(module, "num_embeddings")
+
+
+def bias_of(module):
+    return getattr(module, "bias", None)
+
+
 def input_rows(module, x):
-    """A row matrix per group, for every layer."""
+    """A row matrix per group, for every layer; x is a tuple where the layer has several inputs."""
+    if is_table(module):
+        return [bag_rows(x, module) if hasattr(module, "mode") else embedding_rows(x, module)]
+    if is_transposed_conv(module):
+        return transposed_conv_rows(x, module)
     return conv_patches(x, module) if is_conv(module) else [linear_rows(x)]
 
 
@@ -206,7 +289,7 @@ def output_rows(module, output):
 
 def trainable(module, bias=True):
     """Whether the weight and the bias take part in the solve."""
-    return module.weight.requires_grad, bias and module.bias is not None and module.bias.requires_grad
+    return module.weight.requires_grad, bias and bias_of(module) is not None and bias_of(module).requires_grad
 
 
 def design_matrices(module, x, bias=True):
@@ -234,7 +317,7 @@ def corrected_gradients(module, x, output_grad, lam, bias=True):
     """
     with_weight, with_bias = trainable(module, bias)
     weight_grad = np.zeros(tuple(module.weight.shape)) if with_weight else None
-    bias_grad = np.zeros(module.weight.shape[0]) if with_bias else None
+    bias_grad = np.zeros(outputs_of(module)) if with_bias else None
     matrices = corrected_matrices(module, x, output_grad, lam, bias)
     for group, matrix in enumerate(matrices):
         for row in range(len(matrix)):
@@ -243,24 +326,51 @@ def corrected_gradients(module, x, output_grad, lam, bias=True):
                 bias_grad[output] = matrix[row, -1]
             if not with_weight:
                 continue
-            if not is_conv(module):
-                weight_grad[output] = matrix[row, : module.in_features]
-                continue
-            for column, (channel, offset) in enumerate(conv_taps(module, group)):
-                channel_in_group = channel - group * (module.in_channels // module.groups)
-                weight_grad[(output, channel_in_group, *offset)] = matrix[row, column]
+            for column in range(features_of(module)):
+                weight_grad[place_in_weight(module, group, row, column)] = matrix[row, column]
     return weight_grad, bias_grad
 
 
+def outputs_of(module):
+    """Columns of Z, of all groups together."""
+    if is_conv(module):
+        return module.out_channels
+    return module.embedding_dim if is_table(module) else module.out_features
+
+
+def features_of(module):
+    """Columns of X, of one group."""
+    if is_conv(module):
+        return len(list(conv_taps(module, 0)))
+    return module.num_embeddings if is_table(module) else module.in_features
+
+
+def place_in_weight(module, group, output, feature):
+    """Where the weight tensor has what takes a feature to an output, both counted within the group."""
+    if is_table(module):
+        return feature, output
+    if not is_conv(module):
+        return output, feature
+    channel, offset = list(conv_taps(module, group))[feature]
+    outputs = module.out_channels // module.groups
+    if module.transposed:
+        return (channel, output, *offset)
+    return (group * outputs + output, channel - group * (module.in_channels // module.groups), *offset)
+
+
 def gradient_matrices(module, weight_grad, bias_grad):
-    """The inverse arrangement: gradients as a layer holds them -> one matrix per group."""
-    outputs = module.weight.shape[0]
+    """The inverse arrangement: gradients, or parameters, as a layer holds them -> one matrix per group."""
     groups = module.groups if is_conv(module) else 1
+    outputs = outputs_of(module) // groups
+    weight_grad = None if weight_grad is None else np.asarray(weight_grad)
     matrices = []
     for group in range(groups):
-        rows = []
-        for output in range(group * outputs // groups, (group + 1) * outputs // groups):
-            row = [] if weight_grad is None else list(np.asarray(weight_grad)[output].reshape(-1))
-            rows.append(row if bias_grad is None else [*row, bias_grad[output]])
-        matrices.append(np.array(rows, dtype=np.float64))
+        features = range(0 if weight_grad is None else features_of(module))
+        places = [
+            [place_in_weight(module, group, output, feature) for feature in features] for output in range(outputs)
+        ]
+        rows = [[weight_grad[place] for place in of_output] for of_output in places]
+        if bias_grad is not None:
+            rows = [[*row, bias_grad[group * outputs + output]] for output, row in enumerate(rows)]
+        matrices.append(np.array(rows, dtype=np.float64).reshape(outputs, -1))
     return matrices

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import reference
 import torch
-from cases import DAMPINGS, DTYPES, check_error, normal, skip_if_silent
+from cases import DAMPINGS, DTYPES, check_error, normal, second_moment, skip_if_silent
 from sklearn.linear_model import Ridge
 from torch import nn
 
 import consequent
-from consequent.moments import second_moment
 
 
 def correct(model, x, loss_of, **options):

@@ -4,31 +4,30 @@ import numpy as np
 import pytest
 import reference
 import torch
-from cases import CASES, DAMPINGS, build, random_like
+from cases import CASES, DAMPINGS, build, called, random_like
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_times_weight_are_the_forward_pass(name):
     module, x = build(name)
-    weight = module.weight.detach().reshape(module.weight.shape[0], -1).numpy()
-    outputs = reference.output_rows(module, module(x))
-    bias = np.zeros(len(weight)) if module.bias is None else module.bias.detach().numpy()
-    size = len(weight) // len(outputs)
-    for group, (rows, output) in enumerate(zip(reference.input_rows(module, x), outputs, strict=True)):
-        of_group = slice(group * size, (group + 1) * size)
-        np.testing.assert_allclose(rows @ weight[of_group].T + bias[of_group], output, rtol=1e-12, atol=1e-12)
+    weights = reference.gradient_matrices(module, module.weight.detach().numpy(), None)
+    outputs = reference.output_rows(module, called(module, x))
+    bias = reference.bias_of(module)
+    biases = np.split(np.zeros(reference.outputs_of(module)) if bias is None else bias.detach().numpy(), len(outputs))
+    for rows, weight, constant, output in zip(reference.input_rows(module, x), weights, biases, outputs, strict=True):
+        np.testing.assert_allclose(rows @ weight.T + constant, output, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_huge_damping_gives_the_gradient_of_autograd(name):
     module, x = build(name)
-    output = module(x)
+    output = called(module, x)
     output_grad = random_like(output, name)
     (output * output_grad).sum().backward()
     lam = 1e18
     weight_grad, bias_grad = reference.corrected_gradients(module, x, output_grad, lam)
-    np.testing.assert_allclose(lam * weight_grad, module.weight.grad.numpy(), rtol=1e-10, atol=1e-11)
-    if module.bias is None:
+    np.testing.assert_allclose(lam * weight_grad, reference.to_numpy(module.weight.grad), rtol=1e-10, atol=1e-11)
+    if reference.bias_of(module) is None:
         assert bias_grad is None
     else:
         np.testing.assert_allclose(lam * bias_grad, module.bias.grad.numpy(), rtol=1e-10, atol=1e-11)
@@ -37,7 +36,7 @@ def test_huge_damping_gives_the_gradient_of_autograd(name):
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_and_matrices_are_two_arrangements_of_the_same_numbers(name):
     module, x = build(name)
-    output_grad = random_like(module(x), name)
+    output_grad = random_like(called(module, x), name)
     gradients = reference.corrected_gradients(module, x, output_grad, 0.1)
     expected = reference.corrected_matrices(module, x, output_grad, 0.1)
     for actual, matrix in zip(reference.gradient_matrices(module, *gradients), expected, strict=True):

@@ -8,9 +8,9 @@
 
 from consequent import filters, paper
 from consequent.correction import Consequentialism, attach
-from consequent.errors import ConsequentWarning, NonFiniteError
+from consequent.maths.ridge import consequential_gradient
 from consequent.optimizers import CSGD, CAdam, CAdamW, CRMSprop
-from consequent.ridge import consequential_gradient
+from consequent.reports.errors import ConsequentWarning, NonFiniteError
 
 __all__ = [
     "CSGD",

@@ -10,28 +10,32 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from consequent.capture import Capture
-from consequent.checks import check_damping
-from consequent.counters import Counters
-from consequent.describe import describe
-from consequent.exchange import Exchange
+from consequent.capture.at_backward import BackwardCorrector, Gathered
+from consequent.capture.at_step import StepCorrector
+from consequent.capture.capture import Capture, Corrector
+from consequent.engines.in_backward import corrected_in_backward
+from consequent.engines.step import Rewriter
 from consequent.foresight import Foresight
-from consequent.groups import Groups, damping_in
-from consequent.guards import check_optimizer, refuse_uncaptured, unwrapped
-from consequent.layers import Layer
-from consequent.precision import in_full_precision
-from consequent.ranks import (
+from consequent.layers import kind_of
+from consequent.maths.checks import check_damping
+from consequent.maths.damping import Damping
+from consequent.maths.precision import in_full_precision
+from consequent.options.parameter_groups import Groups, damping_in
+from consequent.options.selection import Patterns, listed, select_layers
+from consequent.options.settings import LossReduction, Options, check_at, check_loss_reduction, loss_divisor
+from consequent.ranks.exchange import Exchange
+from consequent.ranks.process_group import (
     Ranks,
     check_process_group,
     group_of_model,
     group_of_running_wrapper,
     several_are_running,
 )
-from consequent.reports import Reports
-from consequent.rewrite import Rewriter
-from consequent.selection import Patterns, listed, select_layers
-from consequent.settings import Damping, LossReduction, Options, check_loss_reduction
-from consequent.traffic import Traffic
+from consequent.ranks.traffic import Traffic
+from consequent.reports.counters import Counters
+from consequent.reports.describe import describe
+from consequent.reports.guards import check_optimizer, refuse_uncaptured, unwrapped
+from consequent.reports.reports import Reports
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -89,7 +93,8 @@ class Consequentialism:
             ``"mean"`` (over the samples that enter the model), ``"sum"``, or the loss's own divisor: a number, or a
             function of the number of samples (``lambda samples: samples * outputs / 2`` for the default ``F.mse_loss``,
             which has no ½).
-        include: which layers to correct: module types, names or compiled regular expressions. None: all that can be.
+        include: which layers to correct: module types, names or compiled regular expressions. None: all that can be,
+            embeddings aside.
         exclude: which to leave out, likewise.
         check: raise on NaN, inf or a failed factorisation instead of counting it. On a GPU this waits for the device.
         foresight: keep what :meth:`foresight` needs. Costs memory and time.
@@ -98,6 +103,10 @@ class Consequentialism:
             either object) or of ``fully_shard``; without such a wrapper this process is alone.
         across_ranks: False is another algorithm, whose result depends on the number of ranks: this process corrects
             with its own inputs only. For a model that is not wrapped (docs/distributed.md).
+        at: ``"step"``: the gradients in ``.grad`` are replaced at ``optimizer.step()``, for all micro-batches and ranks
+            together. ``"backward"``: each weight's gradient is replaced where autograd computes it, so that ``.grad``
+            is the consequentialist gradient after ``backward()``; every pass, micro-batch and rank is corrected with
+            its own inputs, and costs less.
     """
 
     def __init__(
@@ -113,17 +122,29 @@ class Consequentialism:
         foresight: bool = False,
         process_group: "ProcessGroup | None" = None,
         across_ranks: bool = True,
+        at: str = "step",
     ) -> None:
+        check_at(at)
+        if at == "backward" and foresight:
+            raise ValueError(
+                'foresight=True compares gradients at the step with those before: it needs at="step", the default'
+            )
         if damping is None and relative_damping is not None:  # said twice that there is none
             damping = DEFAULT_DAMPING
         default = _default_damping(damping, relative_damping)
         check_loss_reduction(loss_reduction)
         if process_group is not None:
             check_process_group(process_group)
+            if at == "backward":
+                raise ValueError(
+                    'process_group= is for at="step": with at="backward" each rank corrects with its own inputs, and '
+                    "who averages the gradients averages the corrections"
+                )
             if not across_ranks:
                 raise ValueError("process_group names ranks, and across_ranks=False says to ignore them: give one")
         self.model = model
         self.across_ranks = across_ranks
+        self.at = at
         self._damping = damping  # what applies once relative_damping is set to None
         self.loss_reduction = loss_reduction
         self.include = None if include is None else listed(include, "include")
@@ -138,15 +159,20 @@ class Consequentialism:
         self._inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         selection = select_layers(self._inner, self.include, self.exclude)
         self._plain = selection.plain
+        self._at_step = StepCorrector(self._groups.damping_of, keep_rows=foresight)
+        corrector: Corrector = self._at_step
+        if at == "backward":
+            corrector = BackwardCorrector(self._groups.damping_of, self._divisor_of_pass, self._corrected_in_backward)
         self._capture = Capture(
             self._inner,
             selection.corrected,
             wants=self._groups.owns,
-            damping_of=self._groups.damping_of,
-            keep_rows=foresight,
+            listener=corrector,
             before_entry=self._before_entry,
         )
-        self._rewriter = Rewriter(self._capture, self._groups, self._reports, foresight=foresight)
+        if isinstance(corrector, BackwardCorrector):
+            corrector.entries = self._capture.entries
+        self._rewriter = Rewriter(self._capture, self._at_step, self._groups, self._reports, foresight=foresight)
         if process_group is not None:
             self._share_out(process_group)
         _LIVE.add(self)
@@ -168,10 +194,11 @@ class Consequentialism:
                 f"{type(optimizer).__name__} holds no parameter of the {len(self._capture.layers)} layers to correct; "
                 "was the optimiser made for another model, or before the model's parameters were replaced?"
             )
-        if any(other.optimizer is optimizer and mine & other._layer_parameters() for other in _LIVE):
+        twice = [other for other in _LIVE if self._overlaps(other, optimizer, mine)]
+        if twice:
             raise RuntimeError(
-                f"this {type(optimizer).__name__} is attached to these layers already: they would be corrected twice. "
-                "Keep the first correction, or detach() it."
+                f"{type(twice[0].optimizer).__name__} is attached to these layers already: they would be corrected "
+                "twice. Keep the first correction, or detach() it."
             )
         for group in optimizer.param_groups:
             damping_in(group)  # raises now, not at the first step
@@ -185,8 +212,17 @@ class Consequentialism:
         ]
         return self
 
+    def _overlaps(self, other: "Consequentialism", optimizer: Optimizer, mine: set[Tensor]) -> bool:
+        """Whether another correction would correct the same gradients."""
+        is_same = other.optimizer is optimizer or (other is not self and "backward" in (self.at, other.at))
+        return (
+            is_same
+            and other._capture.is_installed
+            and bool({p for p in mine & other._layer_parameters() if other._groups.owns(p)})
+        )
+
     def detach(self) -> None:
-        """Take all hooks off the model and the optimiser, which is plain again."""
+        """Take everything off the model and the optimiser, which is plain again."""
         if not self._capture.is_installed:
             raise RuntimeError("this Consequentialism is detached already")
         for hook in self._hooks:
@@ -202,9 +238,14 @@ class Consequentialism:
         """Correct the gradients now, by hand; the next ``optimizer.step()`` will not do so again.
 
         For those who want to see or clip the corrected gradients. If NaN or inf is met, all gradients become zero
-        and an attached optimiser's next step is skipped.
+        and an attached optimiser's next step is skipped. With ``at="backward"`` the gradients are corrected already,
+        and nothing is left to do.
         """
+        if not self._capture.is_installed and not self._groups.lost_its_optimizer:
+            raise RuntimeError("this Consequentialism is detached: there is nothing that it corrects")
         self._notice_new_parameters()
+        if self.at == "backward":
+            return
         if self._groups.lost_its_optimizer:
             raise RuntimeError(
                 "the optimiser this was attached to no longer exists; keep a reference to it: "
@@ -244,18 +285,20 @@ class Consequentialism:
         for parameter, grad in self._withheld:
             parameter.grad = grad
         self._withheld = []
-        for record in self._capture.records.values():
+        for record in self._at_step.records.values():
             record.mark_stepped()
         self._foresight = self._rewriter.foresight_of_the_step()
 
     def _correct_or_withhold(self) -> None:
         self._notice_new_parameters()
+        if self.at == "backward":
+            return
         if self._rewriter.has_work(self._other_captures()):
             must_skip = not self._correct()
         else:
             must_skip = self._skip_next
             if not must_skip:
-                refuse_uncaptured(self._capture, self._groups.owns)
+                refuse_uncaptured(self._capture, self._at_step, self._groups.owns, self._rewriter.uncaptured)
                 self._rewriter.warn_of_misbehaving()
         if must_skip:
             # An optimiser leaves parameters without a gradient alone: no step, no decay, no momentum.
@@ -271,16 +314,30 @@ class Consequentialism:
         self._warn_of_ranks_left_out()
         return self._rewriter.rewrite(self.loss_reduction)
 
-    def _other_captures(self) -> list[Capture]:
-        return [correction._capture for correction in _LIVE if correction is not self]
+    def _other_captures(self) -> list[StepCorrector]:
+        return [correction._at_step for correction in _LIVE if correction is not self]
+
+    # ---- in the backward pass ---------------------------------------------------------------------------------------
+
+    def _divisor_of_pass(self, samples: int) -> float:
+        self._rewriter.samples, self._rewriter.divisor = samples, loss_divisor(self.loss_reduction, samples)
+        self._reports.add_step(self._rewriter.device)
+        return self._rewriter.divisor
+
+    def _corrected_in_backward(self, gathered: Gathered, damping: Damping, scale: float) -> dict[Tensor, Tensor]:
+        corrected = corrected_in_backward(gathered, damping, scale, check=self.check)
+        name = self._capture.names.get(gathered.products[0].use.layer, "")
+        self._reports.solved(name, corrected.finite, corrected.rescued, corrected.fallen_back)
+        self._rewriter.sides[name] = corrected.side
+        return corrected.gradients
 
     # ---- ranks --------------------------------------------------------------------------------------------------
 
     def _before_entry(self) -> None:
         """Samples are about to enter the model."""
         self._notice_new_parameters()
-        if self._rewriter.exchange is None and several_are_running():
-            weight = next(iter(self._capture.layers.values())).weight
+        if self.at == "step" and self._rewriter.exchange is None and several_are_running():
+            weight, _ = self._capture.parameters_of(next(iter(self._capture.layers.values())))
             group = group_of_model(self.model, self._layer_parameters()) or group_of_running_wrapper(weight)
             if group is not None:
                 self._share_out(group)
@@ -296,13 +353,21 @@ class Consequentialism:
                 "each rank's own inputs, the ranks' weights would drift apart. Leave across_ranks out; or train the "
                 "bare model, and average the gradients between correction.step() and optimizer.step()."
             )
+        sparse = [name for name, layer in self._capture.layers.items() if _is_sparse(layer)]
+        if sparse:
+            raise RuntimeError(
+                f"layer {sparse[0]!r} is a table of embeddings, whose counts are not exchanged between ranks: leave it "
+                'out of include=, or attach with at="backward"'
+            )
         if self.keeps_foresight:
             raise RuntimeError(
                 f"foresight=True looks at the samples of one process, and {ranks.size} ranks train together: "
                 "leave it out, or look at a model on one rank"
             )
-        self._capture.share_out()
-        self._rewriter.exchange = Exchange(self._capture, ranks, self._groups.damping_of, self._agreed_settings)
+        self._at_step.share_out()
+        self._rewriter.exchange = Exchange(
+            self._capture, self._at_step, ranks, self._groups.damping_of, self._agreed_settings
+        )
 
     def _agreed_settings(self) -> dict[str, str]:
         reduction = "a function" if callable(self.loss_reduction) else repr(self.loss_reduction)
@@ -403,7 +468,7 @@ class Consequentialism:
         return self._reports.read()
 
     @property
-    def corrected(self) -> dict[str, Layer]:
+    def corrected(self) -> dict[str, nn.Module]:
         """The layers that are corrected, by name."""
         plain = self.plain
         return {name: layer for name, layer in self._capture.layers.items() if name not in plain}
@@ -452,6 +517,11 @@ class Consequentialism:
             self.loss_reduction = state["loss_reduction"]
         self._change_default(state["damping"], state["relative_damping"])
         self._reports.restore(counters)
+
+
+def _is_sparse(layer: nn.Module) -> bool:
+    kind = kind_of(layer)
+    return kind is not None and kind.is_sparse
 
 
 def _default_damping(damping: float, relative_damping: float | None) -> Damping:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from consequent.checks import check_nonnegative
+from consequent.maths.checks import check_nonnegative
 
 __all__ = ["FilterResult", "apa", "lms", "nlms"]
 

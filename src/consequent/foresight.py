@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from consequent import layers
-from consequent.record import Record, Use
+from consequent.capture.records import Record
+from consequent.capture.use import Use
+from consequent.layers.operation import at_least_float32
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,9 +65,15 @@ class _Watched:
     use: Use
     name: str
     inputs: Tensor | None
+    output_grad: Tensor
     wanted: Tensor
     backprop: Tensor
     corrected: Tensor | None = None
+
+    @property
+    def kept_use(self) -> Use:
+        """The use with its tensors, which are not kept elsewhere until the step is over."""
+        return replace(self.use, inputs=self.inputs, output_grad=self.output_grad)
 
 
 class Watch:
@@ -88,14 +95,14 @@ class Watch:
             scale = divisor * learning_rate_of(record.first_use.key) * _scale_of_grad(uses)
             for use in uses:
                 assert use.output_grad is not None
-                plain = _output_change(use, use.inputs, lambda parameter: parameter.grad)
-                wanted = -scale * use.output_grad.to(plain.dtype)
-                self.watched.append(_Watched(use, names[use.layer], use.inputs, wanted, -plain))
+                plain = _output_change(use, lambda parameter: parameter.grad)
+                wanted = -scale * _shaped(use, use.output_grad).to(plain.dtype)
+                self.watched.append(_Watched(use, names[use.layer], use.inputs, use.output_grad, wanted, -plain))
 
     def note_corrected(self) -> None:
         """The gradients in ``.grad`` are the consequentialist ones now."""
         for call in self.watched:
-            call.corrected = -_output_change(call.use, call.inputs, lambda parameter: parameter.grad)
+            call.corrected = -_output_change(call.kept_use, lambda parameter: parameter.grad)
 
     def compare(self) -> Foresight:
         """After the step: what its weight change does to the outputs."""
@@ -108,7 +115,7 @@ class Watch:
         def change(parameter: Tensor) -> Tensor:
             return parameter.detach() - self.before[parameter]
 
-        produced = tuple(_output_change(call.use, call.inputs, change) for call in calls)
+        produced = tuple(_output_change(call.kept_use, change) for call in calls)
         wanted = tuple(call.wanted for call in calls)
         backprop = tuple(call.backprop for call in calls)
         wanted_norm, produced_norm = _norm(wanted), _norm(produced)
@@ -123,18 +130,24 @@ class Watch:
         )
 
 
-def _output_change(use: Use, inputs: Tensor | None, change: Callable[[Tensor], Tensor | None]) -> Tensor:
+def _output_change(use: Use, change: Callable[[Tensor], Tensor | None]) -> Tensor:
     """What changes of the weight and the bias do to the layer's outputs."""
     weight = change(use.weight) if use.trains_weight else None
     bias = None if use.bias is None else change(use.bias)
     assert use.output_grad is not None
-    if inputs is None or weight is None:
+    if use.inputs is None or weight is None:
         shape = [1] * use.output_grad.ndim
-        channel_dim = -1 - layers.spatial_dims(use.layer)
-        shape[channel_dim] = -1
-        zero = torch.zeros_like(use.output_grad, dtype=torch.promote_types(use.dtype, torch.float32))
-        return zero if bias is None else zero + bias.view(shape)
-    return layers.apply(use.layer, inputs.to(weight.dtype), weight, bias)
+        shape[-1 - use.operation.spatial_dims] = -1
+        outputs = torch.zeros_like(use.output_grad, dtype=torch.promote_types(use.dtype, torch.float32))
+        outputs = outputs if bias is None else outputs + bias.view(shape)
+    else:
+        outputs = use.operation.apply(use.inputs.to(weight.dtype), weight, bias)
+    return _shaped(use, outputs)
+
+
+def _shaped(use: Use, outputs: Tensor) -> Tensor:
+    """As the layer's outputs are."""
+    return outputs if use.output_shape is None else outputs.view(use.output_shape)
 
 
 def _scale_of_grad(uses: list[Use]) -> float:
@@ -151,21 +164,22 @@ def _plain_gradients(uses: list[Use]) -> dict[Tensor, Tensor]:
     gradients: dict[Tensor, Tensor] = {}
     for use in uses:
         assert use.output_grad is not None
+        output_grad = at_least_float32(use.output_grad)
         if use.inputs is not None:
-            plain = layers.weight_gradient(use.layer, use.inputs, use.output_grad)
+            plain = use.operation.weight_gradient(at_least_float32(use.inputs), output_grad)
             gradients[use.weight] = gradients.get(use.weight, torch.zeros_like(plain)) + plain
         if use.bias is not None:
-            plain = layers.bias_gradient(use.layer, use.output_grad)
+            plain = use.operation.bias_gradient(output_grad)
             gradients[use.bias] = gradients.get(use.bias, torch.zeros_like(plain)) + plain
     return gradients
 
 
 def _interference(call: _Watched) -> Tensor:
+    samples = call.use.samples
     if call.inputs is None:
-        samples = layers.as_batch(call.use.layer, call.wanted).shape[0]
         return call.wanted.new_full((samples, samples), call.use.rows / max(samples, 1))
-    inputs = call.inputs.to(torch.promote_types(call.inputs.dtype, torch.float32))
-    return layers.interference(call.use.layer, inputs, ones=call.use.bias is not None)
+    inputs = at_least_float32(call.inputs)
+    return call.use.operation.interference(inputs, samples, ones=call.use.bias is not None)
 
 
 def _norm(tensors: tuple[Tensor, ...]) -> float:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from consequent.correction import DEFAULT_DAMPING, Consequentialism
-from consequent.settings import Options
+from consequent.options.settings import Options
 
 __all__ = ["CSGD", "CAdam", "CAdamW", "CRMSprop"]
 
@@ -64,7 +64,8 @@ class _Consequentialist(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return {**state, "damping": self._damping, "options": self._options, "model": self.correction.model}
+        own = {"damping": self._damping, "options": self._options, "model": self.correction.model}
+        return {**state, **own, "is_attached": self.correction.optimizer is not None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
@@ -73,6 +74,7 @@ class _Consequentialist(Optimizer):
             super().__setstate__(state)
             return
         self._damping, self._options = state.pop("damping"), state.pop("options")
+        is_attached = state.pop("is_attached", True)
         super().__setstate__(state)
         if "_modules" not in vars(model):
             raise TypeError(
@@ -80,6 +82,8 @@ class _Consequentialist(Optimizer):
                 "Keep the optimiser outside of the model, or save both by their state_dict()."
             )
         self.correction = Consequentialism(model, self._damping, **self._options).attach(self)
+        if not is_attached:
+            self.correction.detach()
 
 
 class CSGD(_Consequentialist, SGD):

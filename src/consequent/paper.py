@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from consequent.checks import check_nonnegative
+from consequent.maths.checks import check_nonnegative
 
 __all__ = [
     "ForwardPhase",

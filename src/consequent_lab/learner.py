@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, Optimizer, RMSprop
 
 import consequent
 from consequent import Consequentialism
-from consequent.counters import Counters
+from consequent.reports.counters import Counters
 from consequent_lab.crew import Crew
 from consequent_lab.datasets import Dataset, prepared
 from consequent_lab.graphs import GraphedStep

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, pad
 from torch.optim import SGD, Optimizer
 
 import consequent
-from consequent import layers
+from consequent.layers import kind_of
 from consequent_lab.images import Images
 from consequent_lab.models import mlp, residual_net, resnet20
 from consequent_lab.rounding import FORMATS, tf32
@@ -170,9 +170,9 @@ def moments(setup: Setup, images: Images, device: str, iterations: int, seed: in
 
 def capture(model: nn.Module, inputs: Tensor, labels: Tensor) -> list[Captured]:
     """Returns what every Linear and Conv2d of the model sees on a batch, in the precision of the training."""
-    seen: list[tuple[str, layers.Layer, Tensor, Tensor]] = []
+    seen: list[tuple[str, nn.Module, Tensor, Tensor]] = []
 
-    def see(name: str, layer: layers.Layer, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+    def see(name: str, layer: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
         output.retain_grad()
         seen.append((name, layer, arguments[0].detach(), output))
 
@@ -189,9 +189,13 @@ def capture(model: nn.Module, inputs: Tensor, labels: Tensor) -> list[Captured]:
     found = []
     for name, layer, layer_inputs, output in seen:
         assert output.grad is not None
-        X = layers.input_rows(layer, layer_inputs)[0]
+        kind = kind_of(layer)
+        assert kind is not None
+        call = kind.of(layer).canonical(layer_inputs)
+        assert call is not None
+        X = call.operation.input_rows(call.inputs)[0]
         X = pad(X, (0, 1), value=1.0) if layer.bias is not None else X
-        found.append(Captured(name, X, layers.output_rows(layer, output.grad)[0]))
+        found.append(Captured(name, X, call.operation.output_rows(output.grad)[0]))
     return found
 
 

@@ -21,6 +21,8 @@ from consequent_lab.rounding import to_bfloat16, to_tf32
 from consequent_lab.timing import Plan, Quartiles
 from consequent_lab.workloads import Entrant, Task, TrainingStep, adamw, damped, nesterov, sgd
 
+pytestmark = pytest.mark.slow
+
 FAST = Plan(rounds=5, seconds=1, sample_seconds=0.0, warm_up=1)
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -10,6 +10,8 @@ import torch
 
 from consequent_lab import cli
 
+pytestmark = pytest.mark.slow
+
 NAMES = ["SGD", "C-SGD", "Nesterov", "C-Nesterov", "Adam", "C-Adam"]
 
 

@@ -11,6 +11,8 @@ from consequent_lab.faults.record import new_record, recorded, updated
 from consequent_lab.faults.trial import Trial, require
 from consequent_lab.runs import RunFolder
 
+pytestmark = pytest.mark.slow
+
 
 def test_everything_goes_as_it_should(tmp_path, capsys):
     assert main(["faults", "--quick", "--output", str(tmp_path / "faults.json")]) == 0

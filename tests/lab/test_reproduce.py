@@ -11,6 +11,8 @@ from consequent_lab.paper.archive import Archive
 from consequent_lab.paper.experiments import experiments, find, recipe_names
 from consequent_lab.reproduce_command import Reproduce
 
+pytestmark = pytest.mark.slow
+
 NAMES = ["loss-surface", "output-paths", "mlp", "resnet20", "learning-rates", "filters"]
 COMMAND = [sys.executable, "-m", "consequent_lab.cli"]
 

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import consequent
 from consequent_lab import cli, trainer
 from consequent_lab.datasets import Dataset, load, prepared
-from consequent_lab.learner import Learner, build_model, build_optimizer, permutation
+from consequent_lab.learner import build_model, build_optimizer, permutation
 from consequent_lab.models import resnet20
 from consequent_lab.progress import ProgressBoard
 from consequent_lab.readings import Evaluation, Tally
@@ -247,24 +247,6 @@ def test_a_run_that_was_ended_goes_on_bit_for_bit(tmp_path, optimiser, consequen
     assert lines(straight) == lines(resumed)
     assert_same(straight.checkpoint(), resumed.checkpoint())
     assert [start["iteration"] for start in resumed.environment()] == [0, 0, 7, 28 - 7, 28, 56, 56]
-
-
-def test_a_run_goes_on_from_its_checkpoint_as_a_resumed_one_does(tmp_path, monkeypatch):
-    """A correction's memory that is in no state dict is the same, too: it may decide how a number is rounded."""
-    learners = []
-
-    class Noted(Learner):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            learners.append(self)
-
-    monkeypatch.setattr(trainer, "Learner", Noted)
-    run(SMALL, tmp_path / "straight")
-    run(SMALL, tmp_path / "resumed", kills=(30,))
-    straight, _, resumed = [learner.correction for learner in learners]
-    looks = [[record.verified for record in one._capture.records.values()] for one in (straight, resumed)]
-    assert looks[0] == looks[1]
-    assert any(looks[0]), "nothing to compare"
 
 
 def test_seconds_go_on_too(tmp_path):

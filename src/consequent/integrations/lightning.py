@@ -5,7 +5,7 @@ from typing import Any, Unpack
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from consequent.correction import Consequentialism, attach
-from consequent.settings import Options
+from consequent.options.settings import Options
 
 __all__ = ["ConsequentialismCallback"]
 

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from consequent.correction import Consequentialism, attach
-from consequent.settings import Options
+from consequent.options.settings import Options
 
 __all__ = ["ConsequentialismCallback"]
 
@@ -57,12 +57,14 @@ class ConsequentialismCallback(TrainerCallback, ExportableState):
         self.correction: Consequentialism | None = None
         self._hook: RemovableHandle | None = None
         self._items: Any = None  # num_items_in_batch of the last micro-batch
+        self._micro_batches = 1  # that are accumulated
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Optimizer, **others: Any
     ) -> None:
         """The optimiser exists now, and a checkpoint was loaded if there is one."""
         self._detach()  # after a training that raised
+        self._micro_batches = args.gradient_accumulation_steps
         options = self.options
         if options.get("loss_reduction", "mean") == "mean":
             options = {**options, "loss_reduction": self._divisor}
@@ -89,7 +91,10 @@ class ConsequentialismCallback(TrainerCallback, ExportableState):
         self._items = kwargs.get("num_items_in_batch")
 
     def _divisor(self, samples: int) -> float:
-        return float(samples if self._items is None else self._items)
+        if self._items is None:
+            return float(samples)
+        in_a_pass = self._micro_batches if self.options.get("at") == "backward" else 1
+        return float(self._items) / in_a_pass
 
     def _detach(self) -> None:
         if self.correction is not None and self.correction.optimizer is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import consequent
-from consequent.errors import LinAlgError
+from consequent.reports.errors import LinAlgError
 from consequent_lab.faults.trial import Trial, require
 
 

@@ -21,6 +21,8 @@ from consequent_lab.paper.schedule import Setup, run_jobs
 from consequent_lab.progress import ProgressBoard
 from consequent_lab.train_config import TrainConfig
 
+pytestmark = pytest.mark.slow
+
 CONFIG = TrainConfig(hidden=(8,), iterations=30, log_every=10, checkpoint_every=10)
 
 

@@ -1,0 +1,152 @@
+"""How many samples the loss was averaged over: N in the paper, one number for all layers."""
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from consequent.capture.torch_internals import backward_pass_id, transforms_are_active
+from consequent.capture.use import Entry
+
+# Calls without a graph that may still be recomputed; a model that never is must not gather them.
+MOST_CALLS_BEFORE_BACKWARD = 4096
+
+
+class Entries:
+    """The outermost calls of a model and its parts.
+
+    Args:
+        model: the whole model.
+        before_entry: called when samples are about to enter it.
+    """
+
+    def __init__(self, model: nn.Module, before_entry: Callable[[], None]) -> None:
+        self._model = model
+        self._before_entry = before_entry
+        self._open: list[tuple[nn.Module, Entry | None]] = []
+        self._without_graph: dict[nn.Module, deque[Entry]] = {}
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module that contains layers is called."""
+        if self._open and self._open[0][0] is module and not _calls_itself(module):
+            self._open = []  # an interrupted call (Ctrl-C) never left
+        entry = None
+        if not self._open:
+            self._before_entry()
+            tensor = first_tensor((args, kwargs))
+            entry = None if tensor is None else Entry(module, tensor.size(0), tensor.numel(), address_of(tensor))
+        self._open.append((module, entry))
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """The call is over."""
+        while self._open:
+            if self._open.pop()[0] is module:
+                break
+
+    def entry_for(self, layer: nn.Module, inputs: Tensor, samples: int, *, is_batched: bool) -> Entry:
+        """The entry of samples during which the layer is called.
+
+        Args:
+            layer: the layer.
+            inputs: its inputs.
+            samples: how many these have.
+            is_batched: whether they have a leading dimension of samples.
+        """
+        entry = self._entry_recomputed(layer) or (self._open[0][1] if self._open else None)
+        if entry is None:
+            if not self._open:
+                self._before_entry()
+            return Entry(layer, samples, inputs.numel())
+        if not is_batched and inputs.numel() == entry.elements and _is_data(inputs, entry):
+            entry.samples = 1  # one sample without a leading dimension entered the model
+        return entry
+
+    def called_without_graph(self, layer: nn.Module) -> None:
+        """Reentrant checkpointing calls a layer without a graph, and again in the backward pass, outside of the model.
+
+        The second call belongs to the entry of the first.
+        """
+        entry = self._open[0][1] if self._open else None
+        if entry is not None and entry.builds_graph and not torch.is_grad_enabled():  # otherwise an evaluation
+            self._without_graph.setdefault(layer, deque(maxlen=MOST_CALLS_BEFORE_BACKWARD)).append(entry)
+
+    def _entry_recomputed(self, layer: nn.Module) -> Entry | None:
+        entries = self._without_graph.get(layer)
+        if not entries or backward_pass_id() == -1:
+            return None
+        return entries.pop()  # the backward pass goes through the calls in reverse
+
+    def forget_calls(self) -> None:
+        """What was called without a graph will not be recomputed any more."""
+        self._without_graph.clear()
+
+    def count(self, groups: Iterable[Iterable[Entry]]) -> int:
+        """The samples of several backward passes, each with the entries that took part in it.
+
+        Entries of one pass are taken for the same samples, seen several times (``D(real)`` and ``D(fake)``, a siamese
+        network, a part that is called in a loop): the largest counts, and calls of the whole model go before calls of
+        parts. Passes that share an entry (``retain_graph``) are one. What is left are micro-batches, and adds up.
+        """
+        return sum(self._largest(group) for group in joined(groups))
+
+    def _largest(self, entries: set[Entry]) -> int:
+        whole = [entry.samples for entry in entries if entry.module is self._model]
+        return max(whole or [entry.samples for entry in entries], default=0)
+
+
+def joined(groups: Iterable[Iterable[Entry]]) -> list[set[Entry]]:
+    """The groups, those with a common member put together.
+
+    Example:
+        >>> sorted(map(sorted, joined([[1, 2], [3], [2, 4]])))
+        [[1, 2, 4], [3]]
+    """
+    found: list[set[Entry]] = []
+    for group in groups:
+        new = set(group)
+        if not new:
+            continue
+        apart = [other for other in found if not other & new]
+        found = [*apart, new.union(*(other for other in found if other & new))]
+    return found
+
+
+def address_of(tensor: Tensor) -> int:
+    """Of the memory that the tensor, or what it is a view of, lies in; -1 if it has none of its own."""
+    if transforms_are_active() or tensor.layout is not torch.strided or tensor.is_nested:
+        return -1
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_data(inputs: Tensor, entry: Entry) -> bool:
+    """Whether a layer's inputs may be what entered the model, and are not learned: a vector may be just as long."""
+    if isinstance(inputs, nn.Parameter):
+        return False
+    return not inputs.requires_grad or address_of(inputs) == entry.address
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The first tensor with a leading dimension in nested arguments."""
+    if isinstance(value, Tensor):
+        return value if value.ndim > 0 else None
+    inside: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inside = value.values()
+    elif isinstance(value, list | tuple):
+        inside = value
+    return next((tensor for item in inside if (tensor := first_tensor(item)) is not None), None)
+
+
+def _calls_itself(module: nn.Module) -> bool:
+    """Whether another call of the module is under way around the one that has just begun."""
+    frame: FrameType | None = sys._getframe(1)
+    calls = 0
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+            calls += 1
+        frame = frame.f_back
+    return calls > 1

@@ -1,0 +1,158 @@
+"""The private names of torch that the library needs, all in one place, so that a new release needs one file checked.
+
+PyTorch asks itself these questions through the same names (``torch.utils.checkpoint``, ``torch.autograd.graph``, FSDP).
+That all of them exist is tested when this module is imported.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+_NEEDED = (
+    "_current_graph_task_id",
+    "_current_autograd_node",
+    "_will_engine_execute_node",
+    "_functorch.peek_interpreter_stack",
+    "_is_any_autocast_enabled",
+    "_is_fwd_grad_enabled",
+)
+
+
+def _missing() -> list[str]:
+    found = []
+    for path in _NEEDED:
+        owner: Any = torch._C
+        for name in path.split("."):
+            owner = getattr(owner, name, None)
+        if owner is None:
+            found.append(f"torch._C.{path}")
+    return found
+
+
+if _absent := _missing():
+    raise ImportError(
+        f"consequent needs {', '.join(_absent)}, which torch {torch.__version__} does not have; "
+        "it is tested with torch 2.11 and 2.13"
+    )
+
+
+def backward_pass_id() -> int:
+    """A number for the running backward pass; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def running_node() -> Node | None:
+    """The node of the graph that the running backward pass is at."""
+    node: Node | None = torch._C._current_autograd_node()
+    return node
+
+
+def will_run(node: Node | None) -> bool:
+    """Whether the running backward pass goes through this node of its graph."""
+    if node is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad asks for this very leaf: its gradient is returned, not accumulated
+        return False
+
+
+def is_returned(node: Node | None) -> bool:
+    """Whether the running pass is a ``torch.autograd.grad`` that returns the gradient of this very leaf."""
+    if node is None:
+        return False
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True
+    return False
+
+
+def accumulator_of(leaf: Tensor) -> Node:
+    """The node that adds to the parameter's ``.grad``."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def leaf_of(node: Node | None) -> Tensor | None:
+    """The parameter whose ``.grad`` the node adds to, if it is such a node."""
+    leaf: Tensor | None = getattr(node, "variable", None)
+    return leaf
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call back when the running backward pass has written all its gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def answers_at_once(place: Tensor | torch.device) -> bool:
+    """Whether looking at numbers there makes nobody wait: true on the CPU, not on a GPU in full flight."""
+    device = place if isinstance(place, torch.device) else place.device
+    return device.type == "cpu"
+
+
+def graph_is_being_captured() -> bool:
+    """Whether what is launched now is not run but recorded in a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def transforms_are_active() -> bool:
+    """Whether ``torch.func`` (vmap, grad, …) or forward-mode differentiation rewrites the operations now."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or _forward_mode_is_active()
+
+
+def _forward_mode_is_active() -> bool:
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What ``autocast`` would cast to on this device now; None where it is off."""
+    if not autocast_is_on() or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def autocast_is_on() -> bool:
+    """Whether ``autocast`` is enabled for any kind of device."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+def stream_now(device_index: int) -> tuple[int, int, int]:
+    """What identifies the current stream of a GPU, for :func:`switch_stream`."""
+    now: tuple[int, int, int] = torch._C._cuda_getCurrentStream(device_index)
+    return now
+
+
+def switch_stream(stream: tuple[int, int, int]) -> None:
+    """Make a stream that :func:`stream_now` has told of the current one."""
+    stream_id, device_index, device_type = stream
+    torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+
+
+def running_wrapper() -> nn.parallel.DistributedDataParallel | None:
+    """The ``DistributedDataParallel`` whose forward pass is running: a note that torch keeps for ``torch.compile``."""
+    return nn.parallel.DistributedDataParallel._active_ddp_module
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """By which a process group sends what is on the device."""
+    return group._get_backend(device)
+
+
+def serves_hosts(group: Any) -> bool:
+    """Whether a process group sends what is in the hosts' memory."""
+    return torch.device("cpu") in group._device_types
+
+
+def patience_of(group: Any) -> timedelta:
+    """How long a process group of GPUs waits for a rank."""
+    patience: timedelta = backend_of(group, torch.device("cuda")).options._timeout
+    return patience
+
+
+def version_of(tensor: Tensor) -> int:
+    """How many times the tensor was written to, as far as torch can tell."""
+    return tensor._version

@@ -1,0 +1,112 @@
+"""One call of a layer, and the samples that entered the model for it."""
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from consequent.capture.torch_internals import version_of
+from consequent.layers import Operation
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """Samples entering the model: one outermost call of it or of a part of it.
+
+    Attributes:
+        module: what was called.
+        samples: the leading dimension of the first tensor that entered.
+        elements: of that tensor.
+        address: of its memory.
+        builds_graph: whether the call builds autograd's graph.
+        nodes: weak references to a few of the graph's nodes that came about in it.
+    """
+
+    module: nn.Module
+    samples: int
+    elements: int
+    address: int = -1
+    builds_graph: bool = field(default_factory=torch.is_grad_enabled)
+    nodes: "list[weakref.ref[Any]]" = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class Use:
+    """One call of a layer, for one correction.
+
+    Attributes:
+        layer: the module.
+        operation: what it did: its geometry at the call.
+        weight: as the optimiser holds it.
+        bias: likewise; None also where it is not trained.
+        trains_weight: otherwise only the bias is trained.
+        entry: through which the samples came.
+        rows: of the inputs, N × positions in the paper's words.
+        dtype: of the outputs: what the product was computed in.
+        samples: the layer's inputs had, by their leading dimension.
+        output_shape: of the layer's outputs, if these are not canonical.
+        inputs: canonical ones, once the backward pass was there; None where the weight is not trained.
+        output_grad: ΔZ, likewise.
+        address: of the inputs in the forward pass.
+        recomputed_in: the backward pass in which the call was made, if it was (reentrant checkpointing).
+        inputs_version: how often the inputs had been written to when the backward pass was there.
+        inputs_there: in a CUDA graph, when the inputs are computed.
+        output_grad_there: likewise, of ΔZ.
+    """
+
+    layer: nn.Module
+    operation: Operation
+    weight: Tensor
+    bias: Tensor | None
+    trains_weight: bool
+    entry: Entry
+    rows: int
+    dtype: torch.dtype
+    samples: int = 0
+    output_shape: tuple[int, ...] | None = None
+    address: int = -1
+    recomputed_in: int = -1
+    inputs: Tensor | None = None
+    inputs_version: int = -1
+    output_grad: Tensor | None = None
+    inputs_there: torch.cuda.Event | None = None
+    output_grad_there: torch.cuda.Event | None = None
+
+    @property
+    def key(self) -> Tensor:
+        """The parameter whose ``.grad`` shows whether the use is in the gradient: the weight, if it is trained."""
+        if self.trains_weight:
+            return self.weight
+        assert self.bias is not None
+        return self.bias
+
+    @property
+    def features(self) -> int:
+        """Columns of the inputs that meet the weight, per group; none where only the bias is trained."""
+        return self.operation.features if self.trains_weight else 0
+
+    @property
+    def inputs_stayed(self) -> bool:
+        """Whether the inputs lie where the forward pass had them: neither recomputed nor brought back."""
+        return self.inputs is not None and not self.inputs.is_sparse and self.inputs.data_ptr() == self.address
+
+    def take(self, inputs: Tensor | None, output_grad: Tensor) -> None:
+        """The backward pass is at the call.
+
+        Args:
+            inputs: canonical ones; None where only the bias is trained.
+            output_grad: ΔZ.
+        """
+        if inputs is not None:
+            self.inputs, self.inputs_version = inputs.detach(), version_of(inputs)
+        self.output_grad = output_grad.detach()
+
+    def refuse_overwritten_inputs(self) -> None:
+        """Raise if somebody wrote to the inputs since the backward pass: the correction still needs them."""
+        if self.inputs is not None and version_of(self.inputs) != self.inputs_version:
+            raise RuntimeError(
+                f"the inputs of {self.layer} were overwritten between backward() and step(), which corrects with them; "
+                "fill the buffer with the next batch after optimizer.step()"
+            )

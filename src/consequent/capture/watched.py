@@ -1,0 +1,239 @@
+"""Layers that are watched: their class is exchanged for a subclass whose ``forward`` goes through our product.
+
+``fully_shard`` and ``torch.nn.utils.parametrize`` exchange classes, too. ``isinstance`` holds, the name stays, a copy
+or a pickle of a watched layer is a plain one, and ``torch.compile``, which looks at classes, compiles anew.
+
+A subclass of a layer with a ``forward`` of its own keeps it: the calls of torch in it are looked at, and where it
+multiplies with the layer's weight, that goes through our product.
+"""
+
+import copyreg
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from consequent.capture.product import Call, Listener, Product, UncompiledProduct
+from consequent.capture.torch_internals import autocast_dtype, transforms_are_active
+from consequent.capture.use import Use
+from consequent.layers import Operation, class_of, kind_of
+from consequent.layers.operation import Canonical
+from consequent.ranks.sharded_tensors import is_sharded
+
+if TYPE_CHECKING:
+    from consequent.capture.capture import Capture
+
+_KEY = "_consequent_watch"  # in a watched layer's __dict__
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}  # the watched class of each class
+_WATCHED: set[type[nn.Module]] = set()
+
+Forward = Callable[..., Any]
+
+_USUAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def watch(layer: nn.Module, capture: "Capture") -> None:
+    """Let the capture see all calls of the layer from now on."""
+    known: Watch | None = vars(layer).get(_KEY)
+    captures = () if known is None or known.layer is not layer else known.captures
+    if not any(cls in _WATCHED for cls in type(layer).__mro__):
+        layer.__class__ = _watched_class(type(layer))
+    vars(layer)[_KEY] = Watch(layer, (*captures, capture))
+
+
+def unwatch(layer: nn.Module, capture: "Capture") -> None:
+    """The capture sees no more of the layer."""
+    known: Watch | None = vars(layer).get(_KEY)
+    if known is None:
+        return
+    left = tuple(other for other in known.captures if other is not capture)
+    if left:
+        vars(layer)[_KEY] = Watch(layer, left)
+        return
+    del vars(layer)[_KEY]
+    if type(layer) in _WATCHED:  # otherwise somebody has exchanged it in turn; without the key it is a plain layer
+        layer.__class__ = type(layer).__mro__[1]
+
+
+def _watched_class(cls: type[nn.Module]) -> type[nn.Module]:
+    if cls in _CLASSES:
+        return _CLASSES[cls]
+    plain = cls.forward
+
+    @functools.wraps(plain)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        watch: Watch | None = self.__dict__.get(_KEY)
+        if watch is None or watch.layer is not self:  # let go of, or a replica of nn.DataParallel
+            return plain(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return _uncompiled(watch, plain, args, kwargs)
+        return watch.called(plain, args, kwargs)
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        """A copy, or a pickle, is of the original class and not watched."""
+        reduced: Any = cls.__reduce_ex__(self, protocol)
+        function, arguments, state, *rest = reduced
+        state = {name: value for name, value in state.items() if name != _KEY}
+        if type(self) is watched and function is copyreg.__newobj__:  # type: ignore[attr-defined]
+            function, arguments = object.__new__, (cls,)
+        return (function, arguments, state, *rest)
+
+    members = {"forward": forward, "__reduce_ex__": reduce_ex, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    watched = type(cls.__name__, (cls,), members)
+    watched.__qualname__ = cls.__qualname__
+    _CLASSES[cls] = watched
+    _WATCHED.add(watched)
+    return watched
+
+
+def _called(watch: "Watch", plain: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return watch.called(plain, args, kwargs, UncompiledProduct)
+
+
+_uncompiled = torch.compiler.disable(
+    _called, reason="consequent watches this layer: compile without fullgraph=True, or exclude the layer"
+)
+
+
+class Watch:
+    """Who watches a layer, and what its calls become."""
+
+    __slots__ = ("_is_own", "_operation", "captures", "layer")
+
+    def __init__(self, layer: nn.Module, captures: "tuple[Capture, ...]") -> None:
+        self.layer = layer
+        self.captures = captures
+        kind = kind_of(layer)
+        assert kind is not None
+        self._operation: Operation = kind.of(layer)
+        self._is_own = not _has_forward_of(layer, class_of(layer))
+
+    def called(
+        self, plain: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], function: type[Product] = Product
+    ) -> Any:
+        """What the layer computes, with the graph's node a product of ours if somebody wants to know of it.
+
+        Args:
+            plain: the ``forward`` of its class.
+            args: of the call.
+            kwargs: likewise.
+            function: the product.
+        """
+        layer = self.layer
+        if transforms_are_active():
+            return plain(layer, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            for capture in self.captures:
+                capture.called_without_graph(layer)
+            return plain(layer, *args, **kwargs)
+        if "weight" not in layer._parameters or ("bias" not in layer._parameters and hasattr(layer, "bias")):
+            for capture in self.captures:
+                capture.misbehaving[layer] = "it was parametrised or pruned after attaching"
+            return plain(layer, *args, **kwargs)
+        if not self._operation.is_current(layer):
+            self._operation = type(self._operation).of(layer)
+        if self._is_own:
+            with _Looking(self, function) as looking:
+                outputs = plain(layer, *args, **kwargs)
+            if not looking.saw_product:
+                for capture in self.captures:
+                    capture.misbehaving[layer] = "its forward does not multiply inputs with its weight as it is"
+            return outputs
+        is_usual = len(args) == 1 and not kwargs and not self._operation.is_sparse
+        inputs = args[0] if is_usual else self._operation.inputs_in(args, kwargs)
+        canonical = self._operation.canonical(inputs) if _is_ordinary(inputs, self._operation) else None
+        if canonical is not None:
+            outputs = self.product(canonical, inputs, layer.weight, layer._parameters.get("bias"), function)
+            if outputs is not None:
+                return outputs
+        outputs = plain(layer, *args, **kwargs)
+        if canonical is None:  # and torch knows what to do with it
+            for capture in self.captures:
+                capture.misbehaving[layer] = "it was called with sparse, nested or further inputs"
+        return outputs
+
+    def product(
+        self, canonical: Canonical, given: Tensor, weight: Any, bias: Any, function: type[Product]
+    ) -> Tensor | None:
+        """The layer's outputs, by a product of ours; None where nobody wants that."""
+        operation, inputs, samples, output_shape = canonical
+        operation = operation.canonical_form
+        cast = autocast_dtype(inputs.device) if operation.follows_autocast else None
+        if inputs.is_floating_point():
+            if cast is not None and inputs.dtype != torch.float64:
+                inputs = inputs.to(cast)
+            elif inputs.dtype != weight.dtype:
+                return None  # torch has its own words for this
+        uses: list[tuple[Listener, Use]] = []
+        for capture in self.captures:
+            use = capture.use_of(
+                self.layer,
+                operation,
+                given,
+                samples,
+                output_shape,
+                weight.dtype if cast is None else cast,
+                has_bias=bias is not None,
+            )
+            if use is not None:
+                uses.append((capture.listener, use))
+        if not uses:
+            return None
+        operation.prepare(weight, inputs)
+        for listener, use in uses:
+            weight, bias = listener.before_product(use, weight, bias)
+        call = Call(operation, uses)
+        outputs: Tensor = function.apply(inputs, weight, bias, call)  # type: ignore[no-untyped-call]
+        if not outputs.requires_grad:
+            return outputs if output_shape is None else outputs.view(output_shape)
+        for listener, use in uses:
+            use.rows = operation.rows(outputs)
+            listener.after_product(use, outputs)
+        return outputs if output_shape is None else outputs.view(output_shape)
+
+
+class _Looking(TorchFunctionMode):
+    """Inside of a layer's own ``forward``: a product with its weight becomes ours."""
+
+    def __init__(self, watch: Watch, function: type[Product]) -> None:
+        super().__init__()
+        self._function = function
+        self._watch = watch
+        self.saw_product = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        layer = self._watch.layer
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        if weight is not layer._parameters.get("weight"):
+            return func(*args, **kwargs)
+        inputs = args[0] if args else kwargs.get("input")
+        bias = args[2] if len(args) > 2 else kwargs.get("bias")
+        canonical = None
+        if _is_ordinary(inputs, self._watch._operation) and (bias is None or bias is layer._parameters.get("bias")):
+            canonical = self._watch._operation.product_called(func, args, kwargs)
+        self.saw_product |= canonical is not None
+        outputs = None if canonical is None else self._watch.product(canonical, inputs, weight, bias, self._function)
+        return func(*args, **kwargs) if outputs is None else outputs
+
+
+def _has_forward_of(layer: nn.Module, cls: type[nn.Module]) -> bool:
+    """Whether a layer's ``forward`` is that of the class, which may be watched."""
+    if "forward" in vars(layer):
+        return False
+    found: Any = type(layer).forward
+    return getattr(found, "__wrapped__", found) is cls.forward
+
+
+def _is_ordinary(inputs: Any, operation: Operation) -> bool:
+    """Whether it is a tensor that our product can compute with; torch itself takes others, too."""
+    if type(inputs) is Tensor and inputs.dtype in _USUAL and inputs.layout is torch.strided and not inputs.is_nested:
+        return True
+    if not isinstance(inputs, Tensor) or inputs.layout not in (torch.strided, torch.sparse_coo) or inputs.is_nested:
+        return False
+    if inputs.is_sparse and not operation.is_sparse:
+        return False
+    return not inputs.is_complex() and not inputs.is_quantized and not is_sharded(inputs)

@@ -1,0 +1,1 @@
+"""The engine for NVIDIA GPUs: streams beside the backward pass, recorded launches, kernels."""

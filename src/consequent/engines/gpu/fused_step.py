@@ -1,0 +1,196 @@
+"""All layers of a step in a few launches: the records that the GPU kernels take, and what they make of them.
+
+The mathematics is that of :mod:`consequent.engines.plain`, whose plain-torch form is the reference; there each layer
+costs a few dozen launches, here all of them share a handful.
+"""
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from consequent.capture.edits import rounding
+from consequent.capture.records import Record
+from consequent.capture.torch_internals import graph_is_being_captured
+from consequent.engines.gpu import kernels
+from consequent.engines.gpu.streams import Fork, side_stream, switched_to
+from consequent.maths.damping import Damping
+from consequent.statistics.gradients import trained
+
+if TYPE_CHECKING:  # imported where they are needed: Triton is not everywhere
+    from consequent.engines.gpu.kernels.dense import DenseLayer, DenseStep
+    from consequent.engines.gpu.kernels.features import FeatureLayer, PreparedFeatures
+
+
+class FusedStep:
+    """The records that the kernels correct together, all on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.sides: dict[Record, str] = {}
+        self._dense: list[DenseLayer] = []
+        self._features: list[FeatureLayer] = []
+        self._inputs_there: list[torch.cuda.Event | None] = []  # of the dense layers, in a CUDA graph
+        self._output_grads_there: list[torch.cuda.Event | None] = []
+        self._dense_step: DenseStep | None = None
+        self._prepared: PreparedFeatures | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.sides)
+
+    def take(self, record: Record, damping: Damping, scale: float) -> bool:
+        """Take the record if there is a kernel for it.
+
+        Args:
+            record: what was captured for a gradient.
+            damping: λ.
+            scale: what the corrected gradient is multiplied by.
+        """
+        grads = _grads_of_one_layer(record)
+        if grads is None or damping.value == 0 or record.weight.device != self.device:
+            return False
+        if not record.is_reduced:
+            return self._take_dense(record, *grads, damping, scale)
+        factor = record.factor_for(damping)
+        if factor is None or record.uses:
+            return False
+        from consequent.engines.gpu.kernels.features import FeatureLayer
+
+        self._features.append(FeatureLayer(*grads, factor.inverse, factor.status, scale))
+        self.sides[record] = "features"
+        return True
+
+    def _take_dense(
+        self, record: Record, weight_grad: Tensor, bias_grad: Tensor | None, damping: Damping, scale: float
+    ) -> bool:
+        from consequent.engines.gpu.kernels.dense import MOST_ROWS, DenseLayer
+
+        use = record.uses[0]
+        use.refuse_overwritten_inputs()
+        inputs, output_grad = use.inputs, use.output_grad
+        if len(record.uses) > 1 or not record.operation.is_dense or not 0 < use.rows <= MOST_ROWS:
+            return False
+        if inputs is None or output_grad is None or not weight_grad.is_contiguous():
+            return False
+        if inputs.dtype != torch.float32 or output_grad.dtype != torch.float32:
+            return False
+        X, dZ = (_rows(matrix) for matrix in (inputs, output_grad))
+        layer = DenseLayer(X, dZ, weight_grad, bias_grad, damping.value, damping.relative, scale, rounding(record))
+        self._dense.append(layer)
+        self._inputs_there.append(use.inputs_there if X.data_ptr() == inputs.data_ptr() else None)
+        self._output_grads_there.append(use.output_grad_there if dZ.data_ptr() == output_grad.data_ptr() else None)
+        self.sides[record] = "samples"
+        return True
+
+    def prepare(self) -> Tensor:
+        """Solve for all layers; no gradient is written yet.
+
+        Returns:
+            int32 of one element, on the device: 1 if NaN or inf was met. Others may set it as well.
+        """
+        aside = self._fork()
+        with nullcontext() if aside is None else switched_to(aside.stream):
+            flags = torch.zeros(1 + len(self._dense), dtype=torch.int32, device=self.device)
+            if self._dense:
+                from consequent.engines.gpu.kernels.dense import DenseStep
+
+                self._dense_step = DenseStep(self._dense, flags)
+                self._dense_step.factorise()
+                if aside is None:
+                    self._dense_step.solve()
+                else:
+                    self._dense_step.used_on(aside.origin)
+                    self._solve_aside(self._dense_step, aside)
+        if aside is not None:
+            aside.join()
+        if self._dense_step is not None:
+            self._dense_step.look()
+        bad = flags[:1]
+        if self._features:
+            from consequent.engines.gpu.kernels.features import prepare_features
+
+            self._prepared = prepare_features(self._features, bad)
+        return bad
+
+    def write(
+        self, counts: Tensor, *, counts_step: bool = False, counts_skip: bool = False
+    ) -> dict[Record, list[Tensor]]:
+        """Write all gradients, or zeros into all of them if NaN or inf was met.
+
+        Args:
+            counts: int64, on the device, an element for each of :data:`consequent.reports.counters.NAMES`; added to.
+            counts_step: whether this is counted as a step,
+            counts_skip: and, if NaN or inf was met, as a skipped one.
+
+        Returns:
+            the parameters that got a new gradient, by record.
+        """
+        steps, skips = int(counts_step), int(counts_skip)
+        if self._dense_step is not None:
+            self._dense_step.write(counts, steps=steps, skips=skips)
+            steps = skips = 0
+        if self._prepared is not None:
+            from consequent.engines.gpu.kernels.features import write_features
+
+            write_features(self._prepared, counts, steps=steps, skips=skips)
+        written = {record: trained(record) for record in self.sides}
+        grads = [parameter.grad for parameters in written.values() for parameter in parameters]
+        torch.autograd.graph.increment_version([grad for grad in grads if grad is not None])
+        return written
+
+    def _solve_aside(self, step: "DenseStep", aside: Fork) -> None:
+        """The last layer apart: the backward pass comes to it last, and nearly at its end."""
+        last = len(self._dense) - 1
+        if last > 0:
+            aside.wait(self._output_grads_there[:last])
+            step.solve(0, last)
+        aside.wait(self._output_grads_there[last:])
+        step.solve(last)
+
+    def _fork(self) -> Fork | None:
+        """In a CUDA graph, a stream for what needs no gradient of a weight, from where the inputs are there."""
+        if not self._dense or not graph_is_being_captured():
+            return None
+        return Fork(side_stream(self.device, "samples"), self._inputs_there)
+
+
+def fused_step_for(records: list[Record], *, may_wait: bool) -> FusedStep | None:
+    """A step on the device of the records, if there are kernels for it and all records are on it."""
+    devices = {record.weight.device for record in records}
+    if may_wait or len(devices) != 1:
+        return None
+    (device,) = devices
+    return FusedStep(device) if kernels.run_on(device) else None
+
+
+def _grads_of_one_layer(record: Record) -> tuple[Tensor, Tensor | None] | None:
+    """The gradients of a weight and its only bias, if that is all there is and they lie in memory as kernels expect."""
+    weight_grad = record.weight.grad
+    if (
+        not record.features
+        or weight_grad is None
+        or len(record.biases) > 1
+        or record.others
+        or record.transposed is not None
+    ):
+        return None
+    bias_grad = record.biases[0].grad if record.biases else None
+    if record.biases and bias_grad is None:
+        return None
+    if weight_grad.dtype != torch.float32 or (bias_grad is not None and bias_grad.dtype != torch.float32):
+        return None
+    if record.operation.groups > 1 or record.operation.is_transposed:
+        return None
+    dense = weight_grad.is_contiguous() or (
+        weight_grad.ndim == 4 and weight_grad.is_contiguous(memory_format=torch.channels_last)
+    )
+    if not dense or (bias_grad is not None and not bias_grad.is_contiguous()):
+        return None
+    return weight_grad, bias_grad
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The tensor as a matrix whose columns lie side by side in memory."""
+    matrix = tensor.reshape(-1, tensor.shape[-1])
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()

@@ -1,0 +1,92 @@
+"""Which kernel computes a layer's second moment on a GPU, if one does."""
+
+from math import prod
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from consequent.engines.gpu import kernels
+
+if TYPE_CHECKING:
+    from consequent.layers.convolution import Convolution
+
+__all__ = ["patch_moment_by_kernel", "patch_moments_by_kernel", "row_moment_by_kernel"]
+
+# Inputs may be rounded to TF32 where the errors of so many rows cancel out (docs/speed.md, precision).
+ROWS_THAT_AVERAGE = 4096
+
+# Features from which on a product of half-precision matrices is fastest as a whole, although half of it is not needed.
+WIDE = 256
+
+# The kernel for several layers sums over images, 32 at a time.
+FEWEST_IMAGES = 16
+
+
+def row_moment_by_kernel(rows: Tensor, *, ones: bool) -> Tensor | None:
+    """The second moment of a matrix's rows, ``[1, D, D]``, where there is a kernel for it.
+
+    float32 inputs of many rows are rounded to TF32: what is summed is then the exact second moment of inputs that
+    differ by one part in 2048 at most, so it stays positive semi-definite; half-precision inputs are taken as they are.
+    Sums are in float32.
+    """
+    if not _are_taken(rows):
+        return None
+    from consequent.engines.gpu.kernels import moment as kernel
+
+    if rows.dtype != torch.float32 and rows.shape[-1] >= WIDE:
+        from consequent.layers.operation import with_ones
+
+        moment = torch.mm(rows.mT, rows, out_dtype=torch.float32)[None]  # exact products, summed in float32
+        return with_ones(moment, rows.sum(0, keepdim=True, dtype=torch.float32), len(rows)) if ones else moment
+    return kernel.row_moment(rows, ones=ones, precision=_precision_for(len(rows)))[None]
+
+
+def patch_moment_by_kernel(operation: "Convolution", inputs: Tensor, *, ones: bool) -> Tensor | None:
+    """The second moment of one layer's patches, ``[1, D, D]``, where there is a kernel for it."""
+    if operation.spatial_dims != 2 or operation.groups > 1 or not _are_taken(inputs):
+        return None
+    from consequent.engines.gpu.kernels import moment as kernel
+    from consequent.layers.patches import positions
+
+    (top, _), (left, _) = operation.padding
+    space = [inputs.shape[2] + 2 * top, inputs.shape[3] + 2 * left]
+    count = len(inputs) * prod(positions(space, operation.kernel_size, operation.stride, operation.dilation))
+    kernel_size, stride, dilation = map(_pair, (operation.kernel_size, operation.stride, operation.dilation))
+    geometry = (kernel_size, stride, (top, left), dilation)
+    return kernel.patch_moment(inputs, *geometry, ones=ones, precision=_precision_for(count))[None]
+
+
+def patch_moments_by_kernel(operation: "Convolution", inputs: list[Tensor], *, ones: bool) -> Tensor | None:
+    """The second moments of several layers at once, ``[layers, 1, D, D]``, where there is a kernel for that."""
+    if not kernels.run_on(inputs[0].device) or not _is_done_together(operation, inputs[0]):
+        return None
+    from consequent.engines.gpu.kernels.lags import lag_moments
+
+    return lag_moments(inputs, ones=ones)[:, None]
+
+
+def _are_taken(inputs: Tensor) -> bool:
+    return kernels.run_on(inputs.device) and inputs.dtype != torch.float64 and inputs.numel() > 0
+
+
+def _is_done_together(operation: "Convolution", inputs: Tensor) -> bool:
+    """Whether a kernel takes several such layers: 3 × 3 convolutions that keep the image's size."""
+    sizes = (*operation.kernel_size, *operation.stride, *operation.dilation)
+    return (
+        sizes == (3, 3, 1, 1, 1, 1)
+        and operation.padding == ((1, 1), (1, 1))
+        and operation.groups == 1
+        and inputs.dtype != torch.float64
+        and len(inputs) >= FEWEST_IMAGES
+        and (inputs.dtype != torch.float32 or len(inputs) * prod(inputs.shape[2:]) >= ROWS_THAT_AVERAGE)
+    )
+
+
+def _precision_for(rows: int) -> Literal["tf32", "tf32x3"]:
+    return "tf32" if rows >= ROWS_THAT_AVERAGE else "tf32x3"
+
+
+def _pair(sizes: tuple[int, ...]) -> tuple[int, int]:
+    height, width = sizes
+    return height, width

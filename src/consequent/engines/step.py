@@ -1,0 +1,260 @@
+"""Rewriting the gradients of one step: all of them, or none."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from consequent.capture.at_step import StepCorrector
+from consequent.capture.capture import Capture
+from consequent.capture.records import Record
+from consequent.capture.torch_internals import answers_at_once, graph_is_being_captured
+from consequent.engines.gpu.fused_step import FusedStep, fused_step_for
+from consequent.engines.grouped import Grouped
+from consequent.engines.plain import Plain
+from consequent.engines.solution import Engine, Solution, Work
+from consequent.engines.tables import Tables
+from consequent.engines.unwatched import Unwatched
+from consequent.foresight import Foresight, Watch
+from consequent.maths.damping import Damping
+from consequent.options.parameter_groups import Groups
+from consequent.options.settings import LossReduction, loss_divisor
+from consequent.ranks.exchange import Exchange
+from consequent.ranks.sharded_tensors import is_sharded, local
+from consequent.ranks.shards import hand_over, own_part
+from consequent.reports.errors import LinAlgError
+from consequent.reports.guards import (
+    refuse_capture_before_first_step,
+    refuse_capture_of_ranks,
+    refuse_corrected_before,
+    uncaptured_layers,
+)
+from consequent.reports.reports import Reports, shown
+
+# Each work goes to the first engine that takes it. (The GPU's kernels come before all of them: they write, too.)
+ENGINES: tuple[Engine, ...] = (Tables(), Grouped(), Unwatched(), Plain())
+
+
+class Rewriter:
+    """Puts consequentialist gradients in the place of the plain ones."""
+
+    def __init__(
+        self, capture: Capture, corrector: StepCorrector, groups: Groups, reports: Reports, *, foresight: bool
+    ) -> None:
+        self._capture = capture
+        self._corrector = corrector
+        self._groups = groups
+        self._reports = reports
+        self._keeps_foresight = foresight
+        self._watch: Watch | None = None
+        self._filled: list[Record] = []  # what there is to do, on this rank
+        self._steps = 0
+        self.exchange: Exchange | None = None  # with the other ranks, once there are any
+        self.samples: int | None = None  # N of the last step
+        self.divisor: float | None = None  # what its loss was taken to be divided by
+        self.sides: dict[str, str] = {}  # on which each layer was solved last
+        self.uncaptured: dict[str, str] = {}  # layers whose gradient comes from no product of theirs, and why
+
+    def has_work(self, others: Iterable[StepCorrector]) -> bool:
+        """Whether a backward pass was captured, on any rank, for the gradients now in ``.grad``.
+
+        All ranks ask this together. What must not be corrected is refused here, on all of them.
+
+        Args:
+            others: of other corrections, which may have rewritten the same gradients.
+        """
+        failure: Exception | None = None
+        records = self._filled = self._corrector.filled_records()
+        try:
+            refuse_corrected_before(records, self._capture, others)
+            refuse_capture_before_first_step(self._steps)
+            if self.exchange is not None:
+                refuse_capture_of_ranks()
+                for record in records:
+                    for use in record.uses:
+                        use.refuse_overwritten_inputs()
+        except RuntimeError as error:
+            self._clear()
+            if self.exchange is None:
+                raise
+            failure = error  # first tell the others, who would wait
+        return bool(records) if self.exchange is None else self.exchange.open(failure)
+
+    def rewrite(self, loss_reduction: LossReduction) -> bool:
+        """Rewrite the gradients of all corrected layers; after :meth:`has_work` has said that there is something to do.
+
+        Args:
+            loss_reduction: how the loss sums up over samples.
+
+        Returns:
+            False if the step must not be taken; then nothing was rewritten.
+        """
+        try:
+            if self.exchange is None:
+                records, self.samples = self._filled, self._capture.entries.count(self._corrector.passes())
+            else:
+                records, self.samples = self.exchange.complete(self._may_wait), self.exchange.samples
+            self._list_uncaptured(records)
+            records = [part for record in records if (part := self._own_part(record)) is not None]
+            self.divisor = divisor = loss_divisor(loss_reduction, self.samples)
+            fused = self._fused_step(records, divisor)
+            together = fused.sides if fused else {}
+            updates = self._solutions_of([record for record in records if record not in together])
+            finite = self._all_finite(updates, fused)
+            in_graph = fused is not None and graph_is_being_captured()  # then the kernels count it
+            if not in_graph:
+                self._reports.add_step(self.device)
+            if finite is False:
+                return False
+            if self._reports.check:
+                self._refuse_failure_elsewhere(updates)
+            for update in updates:
+                self._reports.updated(self._name(update.record), update)
+            sides = {**{update.record: update.side for update in updates}, **together}
+            self.sides.update({self._name(record): side for record, side in sides.items()})
+            if self._keeps_foresight:
+                self._watch = Watch(list(sides), self._capture.names, self._groups.learning_rate_of, divisor)
+            written = {update.record: update.write(divisor, finite) for update in updates}
+            if fused:
+                counts = self._reports.on_device(fused.device)
+                written |= fused.write(counts, counts_step=in_graph, counts_skip=self._found_inf is None)
+            self._reports.step_taken()
+            if self._watch is not None:
+                self._watch.note_corrected()
+            for record, parameters in written.items():
+                if record.stands_for is None:
+                    record.mark_corrected(parameters)
+                else:
+                    hand_over(record)
+                    record.stands_for.mark_corrected(record.stands_for.members)
+            return True
+        finally:
+            self._filled = []
+            self._steps += 1
+            self._clear()
+
+    def _clear(self) -> None:
+        self._corrector.clear()
+        self._capture.entries.forget_calls()
+
+    def _name(self, record: Record) -> str:
+        return self._capture.names[record.first_use.layer]
+
+    def _own_part(self, record: Record) -> Record | None:
+        """What of the record this rank corrects: all, unless the weight is sharded."""
+        return own_part(record) if is_sharded(record.weight) else record
+
+    @property
+    def device(self) -> torch.device:
+        """Of the model's layers."""
+        weight, _ = self._capture.parameters_of(next(iter(self._capture.layers.values())))
+        return weight.device
+
+    @property
+    def _found_inf(self) -> Tensor | None:
+        """A GradScaler's, with a fused optimiser."""
+        found_inf: Tensor | None = getattr(self._groups.optimizer, "found_inf", None)
+        return found_inf
+
+    def _fused_step(self, records: list[Record], divisor: float) -> FusedStep | None:
+        """All records that GPU kernels take together."""
+        fused = fused_step_for(records, may_wait=self._reports.check or answers_at_once(self.device))
+        if fused is None or self._keeps_foresight:
+            return None
+        for record in records:
+            fused.take(record, self._damping_of(record), divisor)
+        return fused if fused else None
+
+    def _solutions_of(self, records: list[Record]) -> list[Solution]:
+        works = [Work(record, self._damping_of(record), self._may_wait(record.weight)) for record in records]
+        solutions: list[Solution] = []
+        for engine in ENGINES:
+            solutions += engine.solve(works)
+            done = {solution.record for solution in solutions}
+            works = [work for work in works if work.record not in done]
+        return solutions
+
+    def _damping_of(self, record: Record) -> Damping:
+        return self._groups.damping_of((record.stands_for or record).first_use.key)
+
+    def _all_finite(self, updates: list[Solution], fused: FusedStep | None) -> bool | Tensor:
+        """Whether the step may be taken; on a GPU that is not waited for, a tensor (and plain gradients are zeroed)."""
+        records = [*(update.record for update in updates), *(fused.sides if fused else ())]
+        corrected = {p for record in records for p in (record.stands_for or record).members}
+        plain = [local(p.grad) for p in self._groups.parameters() if p.grad is not None and p not in corrected]
+        flags: list[tuple[str, bool | Tensor]]
+        flags = [(shown(self._name(update.record)), update.finite) for update in updates]
+        flags += [("a layer that is not corrected", flag) for flag in _are_finite(plain)]
+        found_inf = self._found_inf
+        bad = [name for name, flag in flags if self._may_wait(flag) and not flag]
+        ranks = None if self.exchange is None else self.exchange.ranks
+        may_wait = self._reports.check or answers_at_once(self.device)
+        if ranks is not None and may_wait and not ranks.is_true_everywhere(not bad):
+            bad = bad or ["a layer, on another rank"]
+        if bad:
+            if found_inf is None or not bool(found_inf):  # otherwise the scaler knows, and skips the step itself
+                self._reports.non_finite(list(dict.fromkeys(bad)))
+            return False
+        waiting = [flag for _, flag in flags if isinstance(flag, Tensor) and not self._may_wait(flag)]
+        if not waiting and fused is None and (ranks is None or may_wait):
+            return True
+        is_bad = None if fused is None else fused.prepare()
+        if waiting:
+            finite = torch.stack([flag.to(waiting[0].device) for flag in waiting]).all()
+            is_bad = (~finite).int().view(1) if is_bad is None else is_bad.bitwise_or_(~finite)
+        if ranks is not None and not may_wait:
+            is_bad = torch.zeros(1, dtype=torch.int32, device=self.device) if is_bad is None else is_bad
+            ranks.spread(is_bad)
+        assert is_bad is not None
+        if found_inf is None and fused is None:
+            self._reports.add("skipped", is_bad)
+        if not updates and not plain:
+            return True  # the kernels look for themselves
+        finite = is_bad[0] == 0
+        for grad in plain:
+            values = grad._values() if grad.is_sparse else grad
+            values.masked_fill_(~finite.to(grad.device), 0)
+        return finite
+
+    def _refuse_failure_elsewhere(self, updates: list[Solution]) -> None:
+        """Raise if a factorisation failed on other ranks only: those that have rows of a sharded weight."""
+        failed = any(update.fallen_back for update in updates)
+        if self.exchange is not None and not self.exchange.ranks.is_true_everywhere(not failed) and not failed:
+            raise LinAlgError(
+                "on another rank, a Gram matrix plus damping could not be factorised, not even in float64; the error "
+                "there names the layer. No weight was changed."
+            )
+
+    def _list_uncaptured(self, records: list[Record]) -> None:
+        for name in uncaptured_layers(records, self._capture, self._corrector, self._groups.owns):
+            self.uncaptured[name] = "its weight got a gradient without the layer being called"
+            self._reports.left_plain(name, self.uncaptured[name])
+        if self.uncaptured:
+            for record in records:
+                self.uncaptured.pop(self._name(record), None)
+        self.warn_of_misbehaving()
+
+    def warn_of_misbehaving(self) -> None:
+        """Tell of layers that keep their plain gradient although they were to be corrected."""
+        for layer, reason in self._capture.misbehaving.items():
+            if layer in self._capture.names:
+                self._reports.left_plain(self._capture.names[layer], reason)
+
+    def foresight_of_the_step(self) -> Foresight | None:
+        """After the optimiser's step: what it did to the outputs, if that was watched."""
+        watch, self._watch = self._watch, None
+        return None if watch is None else watch.compare()
+
+    def _may_wait(self, tensor: bool | Tensor) -> bool:
+        return self._reports.check or not isinstance(tensor, Tensor) or answers_at_once(tensor)
+
+
+def _are_finite(grads: list[Tensor]) -> list[Tensor]:
+    """Whether the gradients hold no NaN or inf: a flag for each device and dtype that they are on."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        values = grad.coalesce().values() if grad.is_sparse else grad
+        if values.numel():
+            kinds.setdefault((values.device, values.dtype), []).append(values)
+    return [torch.stack(torch._foreach_norm(values, math.inf)).isfinite().all() for values in kinds.values()]

@@ -1,0 +1,70 @@
+"""The sample side on a device that is not waited for: every choice is made there. Layers of one batch size together.
+
+The same mathematics as in :mod:`consequent.engines.plain`, with one difference: there is no float64 solve. A matrix
+that has lost its digits gets more damping.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from consequent.capture.edits import factors_on_device
+from consequent.capture.records import Record
+from consequent.engines.inverse_factor import inverse_factor
+from consequent.engines.plain import rows_of
+from consequent.engines.solution import Solution, Work
+from consequent.maths.damping import Damping
+from consequent.statistics.rows import Rows
+
+
+class Unwatched:
+    """Takes rows on devices that must not be waited for."""
+
+    def solve(self, works: Sequence[Work]) -> list[Solution]:
+        """Solutions for the works with rows, on such devices."""
+        groups: dict[tuple[torch.Size, torch.dtype, torch.device, Damping, int], list[tuple[Record, Rows]]] = {}
+        for record, damping, may_wait in works:
+            is_usual = not record.is_reduced and not record.others and record.transposed is None
+            if may_wait or not is_usual or damping.value == 0:
+                continue
+            rows = rows_of(record)
+            dZ, columns = rows.output_grads, rows.size[1] if damping.relative else 0
+            key = (dZ.shape[:2], record.first_use.dtype, dZ.device, damping, columns)  # the layer's dtype
+            groups.setdefault(key, []).append((record, rows))
+        return [
+            solution
+            for (*_, damping, _), members in groups.items()
+            for solution in _solutions_of_group(members, damping)
+        ]
+
+
+def _solutions_of_group(members: list[tuple[Record, Rows]], damping: Damping) -> list[Solution]:
+    grams = torch.stack([rows.gram() for _, rows in members])
+    solver = inverse_factor(grams, damping.absolute_for(grams, *members[0][1].size))
+    factors, edited, found = factors_on_device(members)
+    trace, level, is_good, _ = solver.status.unbind(-1)  # [members, groups]
+    plain = edited[:, None] | (is_good == 0)
+    kept = torch.where(plain, 1 / (trace + level), 0)
+    coefficients = []
+    for place, (_, rows) in enumerate(members):
+        inverse = solver.inverse[place]
+        solution = inverse.mT @ (inverse @ rows.output_grads) * factors[place]
+        coefficients.append(solution.masked_fill_(plain[place, :, None, None], 0))
+    sums = torch.stack([solution.sum() for solution in coefficients])
+    finite = (sums + trace.sum(-1) + found).isfinite()
+    rescued = solver.is_rescued.sum(-1)
+    fallen_back = ((is_good == 0) & trace.isfinite()).sum(-1)
+    return [
+        Solution(
+            record,
+            "samples",
+            finite[place],
+            coefficients=coefficients[place],
+            rows=rows,
+            kept=kept[place],
+            rescued=rescued[place],
+            fallen_back=fallen_back[place],
+            edited=edited[place].long(),
+        )
+        for place, (record, rows) in enumerate(members)
+    ]

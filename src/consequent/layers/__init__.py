@@ -1,0 +1,30 @@
+"""The kinds of layers: how each of them is the matrix product ``Z = W X``. One file a kind, one line in ``KINDS``."""
+
+from torch import nn
+
+from consequent.layers.convolution import Convolution
+from consequent.layers.embedding import Embedding, EmbeddingBag
+from consequent.layers.linear import Linear, TransposedLinear
+from consequent.layers.operation import Operation
+from consequent.layers.transposed_convolution import TransposedConvolution
+
+__all__ = ["KINDS", "Operation", "class_of", "kind_of"]
+
+KINDS: tuple[type[Operation], ...] = (
+    Linear,
+    TransposedLinear,
+    Convolution,
+    TransposedConvolution,
+    Embedding,
+    EmbeddingBag,
+)
+
+
+def kind_of(module: nn.Module) -> type[Operation] | None:
+    """The kind of layer that the module is by its class; None if it is none of them."""
+    return next((kind for kind in KINDS if kind.kind_of(module) is not None), None)
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of torch whose ``forward`` is the operation of this layer."""
+    return next(cls for kind in KINDS if (cls := kind.kind_of(module)) is not None)

@@ -1,0 +1,72 @@
+"""The patches of an image as rows of a matrix (im2col), in any number of dimensions."""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+# A patch matrix is up to kernel-size times larger than its image.
+PATCH_ELEMENTS_AT_ONCE = 2**24
+
+Sizes = Sequence[int]
+Sides = Sequence[tuple[int, int]]  # zeros before and after, for each spatial dimension
+
+
+def pad_sides(images: Tensor, sides: Sides, mode: str = "constant") -> Tensor:
+    """The images ``[images, channels, *space]`` with so much padding on each side of each spatial dimension."""
+    if not any(before or after for before, after in sides):
+        return images
+    amounts = [amount for side in reversed(sides) for amount in side]  # F.pad counts from the last dimension
+    return F.pad(images, amounts, mode=mode)
+
+
+def positions(space: Sizes, kernel_size: Sizes, stride: Sizes, dilation: Sizes) -> list[int]:
+    """How many patches there are along each dimension of a padded image."""
+    settings = zip(space, kernel_size, stride, dilation, strict=True)
+    return [(size - d * (k - 1) - 1) // s + 1 for size, k, s, d in settings]
+
+
+def patch_rows(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Sizes, groups: int = 1) -> Tensor:
+    """``[groups, images · positions, channels · taps]``: one row per patch."""
+    dims = len(kernel_size)
+    view = _patch_view(padded, kernel_size, stride, dilation, groups)
+    order = (1, 0, *range(3, 3 + dims), 2, *range(3 + dims, 3 + 2 * dims))
+    return view.permute(order).reshape(groups, -1, view.shape[2] * prod(kernel_size))
+
+
+def patch_moment(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Sizes, groups: int = 1) -> Tensor:
+    """``[groups, D, D]``: the sum of ``x xᵀ`` over all patches, which are formed a few images at a time."""
+    channels, taps, dims = padded.shape[1] // groups, prod(kernel_size), len(kernel_size)
+    view = _patch_view(padded, kernel_size, stride, dilation, groups)
+    channels_last = padded.stride(1) == 1 and channels > 1
+    # Patches are copied in long runs where the channels of a pixel, which lie together in memory, stay together.
+    inner = (*range(3 + dims, 3 + 2 * dims), 2) if channels_last else (2, *range(3 + dims, 3 + 2 * dims))
+    ordered = view.permute(1, 0, *range(3, 3 + dims), *inner)
+    per_image = max(1, ordered[:, :1].numel())
+    moment = padded.new_zeros(groups, channels * taps, channels * taps)
+    for chunk in ordered.split(max(1, PATCH_ELEMENTS_AT_ONCE // per_image), dim=1):
+        rows = chunk.reshape(groups, -1, channels * taps)
+        moment.baddbmm_(rows.mT, rows)
+    if channels_last:
+        blocks = moment.view(groups, taps, channels, taps, channels)
+        return blocks.permute(0, 2, 1, 4, 3).reshape(moment.shape)
+    return moment
+
+
+def _patch_view(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Sizes, groups: int) -> Tensor:
+    """``[images, groups, channels, *positions, *taps]``, a strided view.
+
+    ``F.unfold`` would copy, one image after the other, and knows only two dimensions.
+    """
+    steps = padded.stride()[2:]
+    view: Tensor = padded.as_strided(
+        (*padded.shape[:2], *positions(padded.shape[2:], kernel_size, stride, dilation), *kernel_size),
+        (
+            *padded.stride()[:2],
+            *(step * s for step, s in zip(steps, stride, strict=True)),
+            *(step * d for step, d in zip(steps, dilation, strict=True)),
+        ),
+        padded.storage_offset(),
+    ).unflatten(1, (groups, -1))
+    return view

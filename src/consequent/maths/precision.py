@@ -1,0 +1,69 @@
+"""Autocast and TF32 are for the user's model, not for the mathematics here."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from consequent.capture.torch_internals import autocast_is_on
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
+    """Compute in the tensors' own precision, also inside ``autocast`` and where the user has TF32 products allowed.
+
+    A triangular solve with TF32 products inside has three correct digits where it should have six.
+    """
+
+    @wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        autocast, rounds = autocast_is_on(), _products_are_rounded()
+        if not autocast and not rounds:
+            return function(*args, **kwargs)
+        with ExitStack() as stack:
+            for device_type in ("cpu", "cuda", "mps", "xpu") if autocast else ():
+                if torch.is_autocast_enabled(device_type):
+                    stack.enter_context(torch.autocast(device_type, enabled=False))
+            if rounds:
+                stack.enter_context(_unrounded_products())
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _products_are_rounded() -> bool:
+    on_gpu = torch.cuda.is_initialized() and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return bool(on_gpu or torch.backends.mkldnn.matmul.fp32_precision in ("tf32", "bf16"))  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _unrounded_products() -> Iterator[None]:
+    """Products of float32 numbers as they are, on GPUs and CPUs.
+
+    torch has an older and a newer way to say so, and whoever reads the one while only the other was changed gets an
+    error: so the older one, which changes both, is used where the user has not mixed them.
+    """
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    common = torch.backends.fp32_precision  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        level = torch.get_float32_matmul_precision()
+    except RuntimeError:  # mixed
+        level = None
+    if level is None:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+    else:
+        torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        if level is not None:
+            torch.set_float32_matmul_precision(level)
+        for backend, precision in zip(backends, before, strict=True):
+            # What is inherited goes on following what it is inherited from.
+            backend.fp32_precision = "none" if precision == common else precision

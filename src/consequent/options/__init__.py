@@ -1,0 +1,1 @@
+"""What users choose: settings, layers, parameter groups; all of it checked."""

@@ -1,0 +1,107 @@
+"""What the optimiser's parameter groups say: which parameters it holds, their learning rates and dampings."""
+
+import math
+import weakref
+from collections.abc import Callable
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from consequent.maths.damping import Damping
+
+
+def damping_in(group: dict[str, Any]) -> Damping | None:
+    """λ of a parameter group's own, if it has one. Raises if it can be none."""
+    return Damping.chosen(group.get("damping"), group.get("relative_damping"), " (in a parameter group)")
+
+
+class Groups:
+    """The parameter groups of an optimiser; without one, all parameters of the model in a group of their own."""
+
+    def __init__(self, model: nn.Module, default: Damping) -> None:
+        self.model = model
+        self._default = default
+        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._group_of: dict[Tensor, dict[str, Any]] = {}
+        self._seen: list[tuple[dict[str, Any], list[Tensor]]] = []  # the groups that this was made from
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimiser, as long as somebody else holds it."""
+        return None if self._optimizer is None else self._optimizer()
+
+    def take(self, optimizer: Optimizer | None, when_gone: Callable[[], None]) -> None:
+        """Look at this optimiser from now on. It is held weakly: one that is thrown away is gone."""
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer, lambda _: when_gone())
+        self.read_again()
+
+    def read_again(self) -> bool:
+        """Look at the groups anew; whether they hold other parameters than before."""
+        optimizer = self.optimizer
+        groups = [] if optimizer is None else optimizer.param_groups
+        if len(groups) == len(self._seen) and all(map(_is_as_seen, groups, self._seen)):
+            return False
+        self._seen = [(group, list(group["params"])) for group in groups]
+        known, self._group_of = self._group_of, {p: group for group in groups for p in group["params"]}
+        return known.keys() != self._group_of.keys()
+
+    def forget(self) -> None:
+        """Be as if the groups had never been read."""
+        self._group_of, self._seen = {}, []
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether the optimiser holds the parameter."""
+        return self._optimizer is None or parameter in self._group_of
+
+    def parameters(self) -> list[Tensor]:
+        """All parameters that a step changes."""
+        return list(self.model.parameters()) if self._optimizer is None else list(self._group_of)
+
+    def dampings(self) -> list[Damping]:
+        """All that are in use, each once."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return list(dict.fromkeys(damping_in(group) or self._default for group in groups)) or [self._default]
+
+    @property
+    def default(self) -> Damping:
+        """λ of groups without one of their own; where all have the same one, that."""
+        used = self.dampings()
+        return used[0] if len(used) == 1 else self._default
+
+    @property
+    def lost_its_optimizer(self) -> bool:
+        """Whether there was an optimiser that nobody else held."""
+        return self._optimizer is not None and self._optimizer() is None
+
+    def damping_of(self, parameter: Tensor) -> Damping:
+        """λ for a parameter: its group's own, or the default."""
+        group = self._group_of.get(parameter)
+        if group is None or ("damping" not in group and "relative_damping" not in group):
+            return self._default
+        return damping_in(group) or self._default
+
+    def learning_rate_of(self, parameter: Tensor) -> float:
+        """μ for a parameter: how far a step goes down the gradient in ``.grad``."""
+        group = self._group_of.get(parameter, {})
+        rate = float(group.get("lr", math.nan)) * (-1 if group.get("maximize") else 1)
+        grad_scale = getattr(self.optimizer, "grad_scale", None)  # a fused optimiser with a GradScaler
+        return rate if grad_scale is None else rate / float(grad_scale)
+
+    def change_default(self, default: Damping) -> None:
+        """Change λ for all groups that have none of their own (a ready-made optimiser's groups repeat the default)."""
+        old = self.default
+        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+            if damping_in(group) == old:
+                group.pop("damping", None)
+                group.pop("relative_damping", None)
+                group["relative_damping" if default.relative else "damping"] = default.value
+        self._default = default
+
+
+def _is_as_seen(group: dict[str, Any], seen: tuple[dict[str, Any], list[Tensor]]) -> bool:
+    """Whether it is the same group with the same parameters; asked often, and tensors are slow to look up."""
+    known, parameters = seen
+    now = group["params"]
+    return group is known and len(now) == len(parameters) and all(map(is_, now, parameters))

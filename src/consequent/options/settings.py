@@ -1,0 +1,80 @@
+"""What users choose by keyword: when gradients are corrected, and how the loss sums up over samples."""
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from consequent.options.selection import Patterns
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+LossReduction = str | float | Callable[[int], float]
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of :class:`consequent.Consequentialism`, for functions that pass them on."""
+
+    relative_damping: float | None
+    loss_reduction: LossReduction
+    include: Patterns | None
+    exclude: Patterns
+    check: bool
+    foresight: bool
+    process_group: "ProcessGroup | None"
+    across_ranks: bool
+    at: str
+
+
+def check_at(at: str) -> None:
+    """Raise unless it says when gradients are corrected."""
+    if at not in ("step", "backward"):
+        raise ValueError(f'at must be "step" (at optimizer.step()) or "backward" (in the backward pass), got {at!r}')
+
+
+def check_loss_reduction(loss_reduction: LossReduction) -> None:
+    """Raise unless it is one of the three forms."""
+    if isinstance(loss_reduction, str):
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(
+                f'loss_reduction must be "mean", "sum", a number or a function of the samples, got {loss_reduction!r}'
+            )
+    elif not callable(loss_reduction):
+        _check_divisor(loss_reduction, "loss_reduction")
+    elif not _takes_one_argument(loss_reduction):
+        raise TypeError(
+            f"loss_reduction must take the number of samples, got {loss_reduction!r}; "
+            "write lambda samples: …, also where it does not matter"
+        )
+
+
+def _takes_one_argument(function: Callable[..., Any]) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of C
+        return True
+    try:
+        signature.bind(1)
+    except TypeError:
+        return False
+    return True
+
+
+def loss_divisor(loss_reduction: LossReduction, samples: int) -> float:
+    """What the loss was divided by: N for a mean over samples."""
+    if loss_reduction == "sum":
+        return 1.0
+    if loss_reduction == "mean":
+        return float(samples)
+    if samples == 0:
+        return 1.0  # nothing came in, and all gradients are zero
+    assert not isinstance(loss_reduction, str)
+    divisor = loss_reduction(samples) if callable(loss_reduction) else loss_reduction
+    _check_divisor(divisor, f"loss_reduction({samples})")
+    return float(divisor)
+
+
+def _check_divisor(divisor: Any, name: str) -> None:
+    if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not math.isfinite(divisor) or divisor <= 0:
+        raise ValueError(f"{name} must be a finite number > 0 (what the loss is divided by), got {divisor!r}")

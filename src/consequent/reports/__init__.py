@@ -1,0 +1,1 @@
+"""What users are told: errors, warnings, counters, listings."""

@@ -1,0 +1,70 @@
+"""What ``repr(correction)`` shows: which layers are corrected and how, which are not and why."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from consequent.layers import kind_of
+from consequent.options.parameter_groups import Groups
+
+if TYPE_CHECKING:
+    from consequent.correction import Consequentialism
+
+
+def describe(correction: "Consequentialism", groups: Groups, sides: Mapping[str, str], divisor: float | None) -> str:
+    """A readable listing.
+
+    Args:
+        correction: the correction.
+        groups: what its optimiser's parameter groups say.
+        sides: for each layer, the side on which it was solved last.
+        divisor: what the last step's loss was taken to be divided by; None before the first step.
+    """
+    reduction = "a function of the samples" if callable(correction.loss_reduction) else correction.loss_reduction
+    optimizer = correction.optimizer
+    where = "not attached" if optimizer is None else f"attached to {type(optimizer).__name__}"
+    if groups.lost_its_optimizer:
+        where = "its optimiser was thrown away"
+    try:
+        dampings = " and ".join(map(str, groups.dampings()))
+    except (TypeError, ValueError) as error:  # which the next step will raise
+        dampings = f"unusable: {error}"
+    at = "" if correction.at == "step" else f", at={correction.at!r}"
+    lines = [f"Consequentialism({dampings}, loss_reduction={reduction!r}{at}), {where}"]
+    corrected, plain = correction.corrected, correction.plain
+    width = max(len(name) for name in (*corrected, *plain, ""))
+
+    def line(name: str, text: str) -> str:
+        return f"    {name or '(the model itself)':{width}}  {text}"
+
+    lines.append(f"  corrected ({len(corrected)}):")
+    for name, layer in corrected.items():
+        kind = kind_of(layer)
+        assert kind is not None
+        operation = kind.of(layer)
+        layer_type = type(layer).__name__ + (f" × {operation.groups} groups" if operation.groups > 1 else "")
+        if not layer.weight.requires_grad:
+            lines.append(line(name, f"{layer_type}, its bias alone: the weight is frozen"))
+            continue
+        columns = operation.features + (getattr(layer, "bias", None) is not None)
+        side = {
+            "samples": "solved on the sample side",
+            "features": f"solved on the feature side, {columns} × {columns}",
+        }.get(sides.get(name, ""), "side chosen at the first step")
+        lines.append(line(name, f"{layer_type}, {columns} input columns, {side}"))
+    lines.append(f"  plain ({len(plain)}):")
+    lines += [line(name, reason) for name, reason in plain.items()]
+    norms = sum(isinstance(module, _BatchNorm) for module in correction.model.modules())
+    if norms:
+        lines.append(
+            f"  BatchNorm layers: {norms}; the paper found that they conflict with the correction, try without"
+        )
+    counts = ", ".join(f"{name} {count}" for name, count in asdict(correction.counters).items())
+    lines.append(f"  counters: {counts}")
+    if divisor is not None:
+        lines.append(
+            f"  samples at the last step: {correction.samples}; its loss was taken for a sum divided by {divisor:g}"
+        )
+    return "\n".join(lines)

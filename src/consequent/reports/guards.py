@@ -1,0 +1,121 @@
+"""Refusing what would be silently wrong: gradients that no backward pass explains, or that were corrected before."""
+
+from collections.abc import Callable, Container, Iterable, Iterator
+
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from consequent.capture.at_step import StepCorrector
+from consequent.capture.capture import Capture
+from consequent.capture.records import Record
+from consequent.capture.torch_internals import graph_is_being_captured
+from consequent.ranks.sharded_tensors import is_nonzero
+from consequent.reports.errors import CAPTURED_TOO_EARLY
+from consequent.reports.reports import shown
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Raise unless it is an optimiser that can be made consequentialist."""
+    if isinstance(optimizer, nn.Module):
+        raise TypeError(f"got the model {type(optimizer).__name__} first: the order is attach(optimizer, model)")
+    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+        name = optimizer.__name__
+        raise TypeError(f"got the class {name}; make an instance: {name}(model.parameters(), lr=…)")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(unwrapped(optimizer), LBFGS):
+        raise TypeError(
+            "LBFGS cannot be made consequentialist: its line search and its curvature estimate need the gradient of "
+            "the loss, and a corrected gradient is not one. Use SGD, Adam or another first-order optimiser."
+        )
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimiser that makes the step, inside of those that Accelerate and Lightning put around it."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def refuse_corrected_before(records: Iterable[Record], capture: Capture, others: Iterable[StepCorrector]) -> None:
+    """Raise if a gradient is, or contains, one that a correction has rewritten already."""
+    others = list(others)
+
+    def name_of(record: Record) -> str:
+        return shown(capture.names[record.first_use.layer])
+
+    for record in records:
+        if record.accumulated_on_corrected:
+            raise RuntimeError(
+                f"{name_of(record)}: this backward pass was added to a gradient that had been corrected already. "
+                "Call optimizer.zero_grad() between a step and the next backward pass."
+            )
+        theirs = [other.records[record.weight] for other in others if record.weight in other.records]
+        if any(other.has_just_corrected(parameter) for other in theirs for parameter in record.members):
+            raise RuntimeError(
+                f"{name_of(record)}: its gradient was corrected just now by another Consequentialism on the same "
+                "model, and would be corrected twice. Keep one of them and detach() the other."
+            )
+
+
+def refuse_capture_before_first_step(steps: int) -> None:
+    """Raise if a CUDA graph is being captured before the first step, which compiles kernels."""
+    if graph_is_being_captured() and steps == 0:
+        raise RuntimeError(CAPTURED_TOO_EARLY)
+
+
+def refuse_capture_of_ranks() -> None:
+    """Raise if a CUDA graph is being captured: at every step the hosts of all ranks tell each other what they have."""
+    if graph_is_being_captured():
+        raise RuntimeError(
+            "a step of several ranks cannot be captured in a CUDA graph: their hosts talk to each other at every step. "
+            "Capture the forward and backward pass, and call optimizer.step() outside of the graph."
+        )
+
+
+def refuse_uncaptured(
+    capture: Capture, corrector: StepCorrector, owns: Callable[[Tensor], bool], listed: Container[str]
+) -> None:
+    """Raise if there are gradients although no backward pass was seen, unless they were corrected before.
+
+    Args:
+        capture: the layers.
+        corrector: their records.
+        owns: whether the optimiser holds a parameter.
+        listed: layers of which it is known, and told, that they stay plain.
+    """
+    for name, layer in capture.layers.items():
+        if layer in capture.misbehaving or name in listed:
+            continue
+        weight, bias = capture.parameters_of(layer)
+        record = corrector.records.get(weight)
+        for parameter in (weight,) if bias is None else (weight, bias):
+            if parameter.grad is None or not owns(parameter):
+                continue
+            if record is not None and (record.was_corrected(parameter) or parameter in record.others):
+                continue
+            if has_gradient(parameter):
+                raise RuntimeError(
+                    f"{shown(name)} has a gradient, but no forward and backward pass through the attached model was "
+                    "seen for it. Was backward() called before attaching (zero_grad() and go on), is it a copy of the "
+                    "attached model, or was .grad set by hand (use consequential_gradient, or detach)?"
+                )
+
+
+def uncaptured_layers(
+    records: Iterable[Record], capture: Capture, corrector: StepCorrector, owns: Callable[[Tensor], bool]
+) -> Iterator[str]:
+    """Names of layers whose weight got a gradient although none of their own products was reached."""
+    seen = {record.weight for record in records}
+    for name, layer in capture.layers.items():
+        weight, _ = capture.parameters_of(layer)
+        if weight in seen or layer in capture.misbehaving or not owns(weight) or weight.grad is None:
+            continue
+        record = corrector.records.get(weight)
+        if (record is None or not record.was_corrected(weight)) and has_gradient(weight):
+            yield name  # otherwise nobody zeroed it since the last step
+
+
+def has_gradient(parameter: Tensor) -> bool:
+    """Whether there is a gradient that is not all zeros, as ``zero_grad(set_to_none=False)`` leaves it."""
+    return parameter.grad is not None and is_nonzero(parameter.grad)

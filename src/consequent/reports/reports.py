@@ -1,0 +1,119 @@
+"""What users are told: every step that was not ordinary is counted, and each cause is warned of once."""
+
+import contextlib
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from consequent.capture.torch_internals import graph_is_being_captured
+from consequent.engines.solution import Solution
+from consequent.reports.counters import Tally
+from consequent.reports.errors import ConsequentWarning, LinAlgError, NonFiniteError
+
+_NOT_THE_USERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__)
+
+
+def shown(name: str) -> str:
+    """A layer's name in a message."""
+    return f"layer {name!r}" if name else "the model itself"
+
+
+class Reports(Tally):
+    """Counts and warnings; errors instead of some of them where ``check`` asks for it."""
+
+    def __init__(self, *, check: bool) -> None:
+        super().__init__()
+        self.check = check
+        self._warned: set[str] = set()
+        self._skipped_in_a_row = 0
+
+    def add_step(self, device: torch.device) -> None:
+        """A step is corrected; one that a CUDA graph records happens each time the graph is replayed."""
+        if graph_is_being_captured():
+            self.on_device(device)[0].add_(1)
+        else:
+            self.add("steps")
+
+    def non_finite(self, layers: list[str]) -> None:
+        """NaN or inf was met in these layers: the step is not taken."""
+        where = ", ".join(layers[:3]) + (" …" if len(layers) > 3 else "")
+        message = f"NaN or inf in the inputs or gradients of {where}"
+        if self.check:
+            raise NonFiniteError(message + ". No weight was changed. Look at this batch and at the loss.")
+        self.add("skipped")
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row == 1:
+            self._warn_once("skipped", message + ". The step was skipped, with all weights left as they were.")
+        elif self._skipped_in_a_row in (10, 100, 1000):
+            self._warn(f"{message}: the last {self._skipped_in_a_row} steps were all skipped, nothing is being trained")
+
+    def step_taken(self) -> None:
+        """A step was not skipped."""
+        self._skipped_in_a_row = 0
+
+    def updated(self, name: str, update: Solution) -> None:
+        """A layer is about to get this update."""
+        self._note_failures(name, update.rescued, update.fallen_back)
+        self.add("edited", update.edited)
+        if not isinstance(update.edited, Tensor) and update.edited:
+            self._warn_once(
+                f"edited {name}",
+                f"{shown(name)}: its gradient is not the one its inputs explain (clipped by value, written to by "
+                "hand or by a hook, zero_grad() forgotten?). It was used as it is, only shortened until it cannot "
+                'overshoot. Use clip_grad_norm_ instead of clip_grad_value_, attach with at="backward", which edits '
+                "come after, or exclude the layer.",
+            )
+
+    def _note_failures(self, name: str, rescued: int | Tensor, fallen_back: int | Tensor) -> None:
+        if not isinstance(fallen_back, Tensor) and fallen_back:
+            message = (
+                f"{shown(name)}: the Gram matrix plus damping could not be factorised, not even in float64; "
+                "raise the damping"
+            )
+            if self.check:
+                raise LinAlgError(message + ". No weight was changed.")
+            self._warn_once(f"fallen back {name}", message + ". It got a shortened plain gradient instead.")
+        self.add("rescued", rescued)
+        self.add("fallen_back", fallen_back)
+
+    def solved(self, name: str, finite: bool | Tensor, rescued: int | Tensor, fallen_back: int | Tensor) -> None:
+        """A layer's gradient was corrected in a backward pass; where NaN or inf was met it is NaN."""
+        if self.check and not bool(finite):
+            raise NonFiniteError(
+                f"NaN or inf in the inputs or output gradients of {shown(name)}. Look at this batch and at the loss."
+            )
+        self._note_failures(name, rescued, fallen_back)
+
+    def ranks_left_out(self, size: int) -> None:
+        """There are other ranks, and nothing says that they train the same model."""
+        self._warn_once(
+            "ranks",
+            f"{size} ranks are running, but this model is in no DistributedDataParallel and not sharded: it is "
+            "corrected with this process's own inputs only. If the ranks train one model and average its gradients by "
+            "hand, pass process_group=torch.distributed.group.WORLD; if each trains its own, pass across_ranks=False.",
+        )
+
+    def all_frozen(self, optimizer: str) -> None:
+        """There is nothing to correct, for now."""
+        self._warn_once(
+            "frozen", f"all layers to correct are frozen: {optimizer} stays as it is until one of them is trained"
+        )
+
+    def left_plain(self, name: str, reason: str) -> None:
+        """A layer that was to be corrected keeps its plain gradient."""
+        self._warn_once(f"plain {name}", f"{shown(name)} keeps its plain gradient: {reason}")
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            self._warn(message)
+
+    def _warn(self, message: str) -> None:
+        """Warn at the user's own line: the nearest one outside of this package and of torch."""
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(message, ConsequentWarning, stacklevel=level)

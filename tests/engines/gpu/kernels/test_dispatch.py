@@ -1,0 +1,61 @@
+"""Which kernel computes a layer's second moment on a GPU, and that all of them compute the same thing."""
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton")
+
+import by_layer as moments
+
+from consequent.engines.gpu import kernels
+from consequent.engines.gpu.kernels import lags, moment
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+CASES = {  # layer, shape of its inputs, the kernel
+    "linear": (nn.Linear(9, 2), (6, 9), "row_moment"),
+    "sequence": (nn.Linear(5, 2), (3, 4, 5), "row_moment"),
+    "strided": (nn.Conv2d(3, 2, 3, stride=2, padding=1), (4, 3, 6, 5), "patch_moment"),
+    "point": (nn.Conv2d(3, 2, 1), (4, 3, 4, 5), "patch_moment"),
+    "few images": (nn.Conv2d(3, 2, 3, padding=1), (2, 3, 5, 5), "patch_moment"),
+    "same": (nn.Conv2d(2, 2, 3, padding="same"), (2, 2, 5, 5), "patch_moment"),
+    "usual": (nn.Conv2d(2, 2, 3, padding=1), (64, 2, 8, 8), "lag_moments"),
+    "grouped": (nn.Conv2d(4, 2, 3, padding=1, groups=2), (3, 4, 5, 5), None),
+    "circular": (nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), (3, 2, 5, 5), "patch_moment"),
+    "lopsided": (nn.Conv2d(2, 2, 2, padding="same"), (3, 2, 5, 5), "patch_moment"),
+    "one dimension": (nn.Conv1d(2, 2, 3, padding=1), (3, 2, 7), None),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_for_a_layer(monkeypatch, name):
+    layer, shape, expected_kernel = CASES[name]
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(shape, generator=generator).to(DEVICE) for _ in range(2)]
+    wanted = torch.stack([moments.second_moment(layer, x.double(), ones=True) for x in inputs])
+    monkeypatch.setattr(kernels, "run_on", lambda device: True)
+    used = set()
+    for module, function in ((moment, "row_moment"), (moment, "patch_moment"), (lags, "lag_moments")):
+        original = getattr(module, function)
+
+        def spy(*args, original=original, function=function, **options):
+            used.add(function)
+            return original(*args, **options)
+
+        monkeypatch.setattr(module, function, spy)
+    actual = moments.second_moments(layer, inputs, ones=True)
+    assert used == ({expected_kernel} if expected_kernel else set())
+    assert actual.shape == wanted.shape
+    assert (actual.double() - wanted).norm() <= 1e-4 * wanted.norm()
+
+
+def test_few_rows_are_not_rounded(monkeypatch):
+    """Rounding errors of a few rows do not cancel out."""
+    monkeypatch.setattr(kernels, "run_on", lambda device: True)
+    seen = []
+    monkeypatch.setattr(moment, "row_moment", lambda rows, *, ones, precision: seen.append(precision) or torch.eye(4))
+    for rows in (128, 4096):
+        moments.second_moment(nn.Linear(3, 1), torch.zeros(rows, 3), ones=True)
+    assert seen == ["tf32x3", "tf32"]

@@ -1,0 +1,41 @@
+"""``python -m fuzz --minutes 60 --mode step``: run seed after seed, go on after failures, and sum up at the end."""
+
+import argparse
+import time
+
+import torch
+
+from fuzz.run import run
+from fuzz.shrink import failure, shrink
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="fuzz", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0, help="how long")
+    parser.add_argument("--mode", choices=["step", "backward"], default="step", help="attach(…, at=MODE)")
+    parser.add_argument("--seed", type=int, help="this seed alone, with all that is known about it")
+    parser.add_argument("--shrink", action="store_true", help="with --seed: leave out what does not matter")
+    parser.add_argument("--first", type=int, default=0, help="the seed to begin with")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.seed is not None:
+        message = (
+            shrink(arguments.seed, arguments.mode) if arguments.shrink else failure(arguments.seed, arguments.mode, [])
+        )
+        print(message or f"seed {arguments.seed}: as it should be")
+        return 1 if message else 0
+    failed, seed, start = [], arguments.first, time.monotonic()
+    while time.monotonic() - start < 60 * arguments.minutes:
+        try:
+            run(seed, arguments.mode)
+        except AssertionError as error:
+            failed.append(seed)
+            print(f"seed {seed}: {str(error).splitlines()[0]}", flush=True)
+        seed += 1
+    count = seed - arguments.first
+    print(f"{count} seeds in {time.monotonic() - start:.0f} s, {len(failed)} failed: {failed}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

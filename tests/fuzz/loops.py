@@ -1,0 +1,310 @@
+"""Random training loops from a seed: a list of actions, each of which can be done to the library and to the reference.
+
+A side (``run.Library``, ``reference.Reference``) has a model and says what ``backward``, ``zero``, ``scale``, ``clip``
+and ``edit`` do to its gradients. The actions are the same for both, so that only the gradients can differ.
+"""
+
+from dataclasses import MISSING, dataclass, fields
+
+import torch
+
+from fuzz.nets import TASKS, layers_of
+
+EDITED = 0.2  # how often gradients are edited in a step that allows it
+REDUCTIONS = {"mean": "mean", "sum": "sum", "2.5": 2.5, "2n + 3": lambda samples: 2 * samples + 3}
+
+
+# ---- actions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Zero:
+    """Empty the gradients."""
+
+    how: str  # "none", "zeros", "model", "by hand"
+
+    def do(self, side, net):
+        side.zero(self.how)
+
+
+@dataclass
+class Pass:
+    """A forward pass, and backward passes through it."""
+
+    task: str
+    samples: int
+    others: int  # samples of a second batch, where the task has one
+    seed: int
+    mask: str = "none"  # "all" samples of the loss or "some" of them count as zero
+    factor: float = 1.0  # of the loss
+    penalties: tuple = ()  # (name, strength) of L2 penalties on parameters
+    checkpoint: str | None = None  # "reentrant" or "saved"
+    asked: str | None = None  # torch.autograd.grad before the backward pass, of "inputs" or "parameters"
+    only: tuple | None = None  # names of the parameters that ``backward(inputs=…)`` is for; None: all
+    retain: bool = False  # the graph is kept for Again
+    backward: bool = True  # False: the forward pass is given up
+
+    def do(self, side, net):
+        x, y = batches(self, side, net)
+        if self.checkpoint == "reentrant" or self.asked == "inputs":
+            x, y = x.requires_grad_(), y.requires_grad_()
+        side.use_checkpoints(self.checkpoint)
+        outputs = TASKS[self.task](side.model, x, y)
+        side.use_checkpoints(None)
+        loss = self.factor * loss_of(outputs, self.seed, self.mask)
+        parameters = dict(side.model.named_parameters())
+        for name, strength in self.penalties:
+            loss = loss + self.factor * strength * parameters[name].square().sum()
+        if self.asked is not None:
+            side.ask_for_gradients(loss, x if self.asked == "inputs" else None)
+        if not self.backward:
+            return
+        if self.retain:
+            side.pending.append((outputs, self))
+        note_penalties(side, self.penalties)
+        side.backward(loss, retain_graph=self.retain, only=self.only)
+
+
+@dataclass
+class Again:
+    """A second backward pass, of another loss, through the forward pass whose graph was kept."""
+
+    def do(self, side, net):
+        outputs, first = side.pending.pop()
+        side.backward(first.factor * loss_of(outputs, first.seed + 1, "none"))
+
+
+@dataclass
+class PenaltyAlone:
+    """A backward pass that goes through no layer."""
+
+    penalties: tuple
+    factor: float
+
+    def do(self, side, net):
+        parameters = dict(side.model.named_parameters())
+        loss = sum(strength * parameters[name].square().sum() for name, strength in self.penalties)
+        note_penalties(side, self.penalties)
+        side.backward(self.factor * loss)
+
+
+@dataclass
+class Evaluate:
+    """A forward pass without a graph."""
+
+    seed: int
+
+    def do(self, side, net):
+        with torch.no_grad():
+            side.model(data(net, net.sizes[-1], self.seed, side.dtype))
+
+
+@dataclass
+class Scale:
+    """Multiply all gradients, as a GradScaler does when it unscales."""
+
+    factor: float
+
+    def do(self, side, net):
+        side.scale(self.factor)
+
+
+@dataclass
+class Clip:
+    """``clip_grad_norm_`` of all parameters, or of each layer by itself."""
+
+    limit: float
+    by_layer: bool
+
+    def do(self, side, net):
+        for names in side.joined() if self.by_layer else [None]:
+            side.clip(self.limit, names)
+
+
+@dataclass
+class Edit:
+    """A change of the gradients that no factor describes."""
+
+    how: str  # "clip" or "entry"
+    amount: float
+
+    def do(self, side, net):
+        side.edit(self.change)
+
+    def change(self, name, grad):
+        if self.how == "clip":
+            return grad.clamp_(-self.amount, self.amount)
+        if name.endswith("weight"):
+            grad.view(-1)[grad.numel() // 2] += self.amount
+        return grad
+
+
+@dataclass
+class Step:
+    """The optimiser's step; with a closure, what comes before is done inside of it."""
+
+    body: tuple
+    closure: bool
+
+    def do(self, side, net):
+        def closure():
+            for action in self.body:
+                action.do(side, net)
+
+        side.step(closure, self.closure)
+
+
+def note_penalties(side, penalties):
+    if hasattr(side, "penalised"):
+        side.penalised |= {name for name, _ in penalties}
+
+
+def data(net, samples, seed, dtype):
+    return net.inputs(samples, torch.Generator().manual_seed(seed)).float().to(dtype)  # the same numbers in both
+
+
+def batches(action, side, net):
+    x = data(net, action.samples, action.seed, side.dtype)
+    return x, data(net, action.others, action.seed + 1, side.dtype)
+
+
+def loss_of(outputs, seed, mask):
+    """A mean over samples of a half of squared errors; some samples may not count."""
+    generator = torch.Generator().manual_seed(seed)
+    total = 0
+    for output in outputs:
+        target = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
+        errors = 0.5 * (output - target).square()
+        if mask == "all":
+            errors = errors * 0
+        elif mask == "some":
+            errors = errors * (torch.rand(errors.shape[:1], generator=generator) < 0.5).view(
+                -1, *[1] * (errors.ndim - 1)
+            )
+        total = total + errors.sum() / len(output)
+    return total
+
+
+# ---- loops ----------------------------------------------------------------------------------------------------------
+
+
+def make_loop(rng, net, damping, dtype):
+    """A list of actions, each step of which begins with Zero where that is needed."""
+    actions = []
+    for step in range(rng.choice([1, 1, 2, 3])):
+        body = body_of_a_step(rng, net, damping, dtype)
+        if step > 0 or rng.random() < 0.3:
+            body = [Zero(rng.choice(["none", "zeros", "model", "by hand"])), *body]
+        if rng.random() < 0.15:  # passes that come to nothing
+            body = [*body[:1] * (step > 0), make_pass(rng, net), Zero(rng.choice(["none", "zeros"])), *body]
+        actions.append(Step(tuple(body), closure=rng.random() < 0.15))
+    return actions
+
+
+def body_of_a_step(rng, net, damping, dtype):
+    factor = rng.choice([1.0, 1.0, 1.0, 64.0])
+    penalties = make_penalties(rng, net) if rng.random() < 0.25 else ()
+    edited = not penalties and damping >= 0.1 and rng.random() < EDITED
+    body = []
+    for _ in range(rng.choice([1, 1, 1, 2, 2, 3])):
+        action = make_pass(rng, net, factor, penalties if rng.random() < 0.8 else ())
+        body.append(action)
+        if rng.random() < 0.15:
+            action.retain = True
+            action.asked = None
+            between = rng.choice(["nothing", "nothing", "zero", "pass"])
+            if between == "zero":
+                body.append(Zero(rng.choice(["none", "zeros"])))
+            elif between == "pass":
+                body.append(make_pass(rng, net, factor))
+            body.append(Again())
+        if rng.random() < 0.1:
+            body.append(Evaluate(rng.randrange(10**6)))
+        if rng.random() < 0.1:
+            body.append(make_pass(rng, net, checkpoints=False))
+            body[-1].backward = False
+            body[-1].asked = rng.choice([None, "inputs", "parameters"])
+    if penalties and rng.random() < 0.1:
+        body.append(PenaltyAlone(penalties, factor))
+    if factor != 1.0:
+        body.append(Scale(1 / factor))
+    roll = rng.random()
+    if edited:
+        amounts = [1e-2, 0.1] if dtype == torch.float32 else [1e-6, 1e-4, 1e-2, 0.1]
+        body.append(Edit(rng.choice(["clip", "entry"]), rng.choice(amounts)))
+    elif roll < 0.2:
+        body.append(Clip(rng.choice([1e-3, 0.1, 1.0, 100.0]), by_layer=rng.random() < 0.3))
+    elif roll < 0.3:
+        body.append(Scale(rng.choice([0.1, -2.0, 3.0])))
+    return body
+
+
+def make_penalties(rng, net):
+    names = [name for name, p in net.model.named_parameters() if p.requires_grad]
+    strength = rng.choice([1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1])
+    chosen = names if rng.random() < 0.5 else rng.sample(names, 1)
+    return tuple((name, strength) for name in chosen)
+
+
+def make_pass(rng, net, factor=1.0, penalties=(), checkpoints=True):
+    task = "whole" if rng.random() < 0.5 else rng.choice(net.tasks)
+    checkpoint = rng.choice(["reentrant", "saved"]) if checkpoints and rng.random() < 0.2 else None
+    asked = only = None
+    if checkpoint != "reentrant" and rng.random() < 0.1:
+        asked = rng.choice(["inputs", "parameters"])
+    if checkpoint != "reentrant" and rng.random() < 0.05:
+        only = names_of_a_layer(rng, net.model)
+    return Pass(
+        task,
+        rng.choice(net.sizes),
+        rng.choice(net.sizes),
+        rng.randrange(10**6),
+        mask=rng.choices(["none", "some", "all"], weights=[16, 2, 3])[0],
+        factor=factor,
+        penalties=penalties,
+        checkpoint=checkpoint,
+        asked=asked,
+        only=only,
+    )
+
+
+def names_of_a_layer(rng, model):
+    """The parameters of a layer that is reached by every task, and what shares its weight."""
+    layer = rng.choice(
+        [layer for layer in layers_of(model.second) if any(p.requires_grad for p in layer.parameters())] or [None]
+    )
+    if layer is None:
+        return None
+    same = {p for other in layers_of(model) if other.weight is layer.weight for p in other.parameters()}
+    return tuple(name for name, p in model.named_parameters() if p in same and p.requires_grad)
+
+
+def describe(actions):
+    lines = []
+    for action in actions:
+        lines.append(f"  Step, closure={action.closure}:")
+        lines += [f"    {shown(inner)}" for inner in action.body]
+    return "\n".join(lines)
+
+
+def shown(action):
+    """As a call, without the arguments that say nothing."""
+    unsaid = {field.name: field.default for field in fields(action) if field.default is not MISSING}
+    said = {name: value for name, value in vars(action).items() if name not in unsaid or value != unsaid[name]}
+    return f"{type(action).__name__}({', '.join(f'{name}={value!r}' for name, value in said.items())})"
+
+
+def has(actions, *kinds):
+    return any(isinstance(inner, kinds) for action in actions for inner in action.body)
+
+
+def is_edited(actions):
+    """Whether the library may say that a gradient was edited."""
+    for action in actions:
+        for place, inner in enumerate(action.body):
+            if isinstance(inner, Edit) or getattr(inner, "penalties", ()):
+                return True
+            later = action.body[place + 1 :]
+            if isinstance(inner, Scale | Clip) and has([Step(later, False)], Pass, Again):
+                return True
+    return False

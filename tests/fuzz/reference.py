@@ -1,0 +1,372 @@
+"""The definition, written down without looking at the library: a float64 copy of the model, probes, dense solves.
+
+No hooks. The copy's modules get subclasses of their own classes: every layer adds a zero to its output, whose gradient
+is ΔZ, and every call says when it is the outermost one. ``backward`` is ``torch.autograd.grad``; what ``.grad`` should
+hold is kept in dictionaries by the parameters' names.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LAYERS = (nn.Linear, *CONVOLUTIONS)
+
+
+@dataclass(eq=False)
+class Entry:
+    """An outermost call of the model or of a part of it."""
+
+    samples: int
+    is_whole: bool
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a layer: what it multiplied, and the zero that was added to what came out."""
+
+    layer: nn.Module
+    X: list  # one matrix per group, a row per sample and position
+    probe: Tensor
+    entry: Entry
+    output_grads: list | None = None  # one matrix per group, of all backward passes that are in .grad
+
+    def rows(self, grad):
+        """The gradient of the output as one matrix per group."""
+        if not isinstance(self.layer, CONVOLUTIONS):
+            return [grad.reshape(-1, grad.shape[-1])]
+        batch = grad if grad.ndim == len(self.layer.kernel_size) + 2 else grad[None]
+        return list(batch.flatten(2).transpose(1, 2).flatten(0, 1).chunk(self.layer.groups, dim=1))
+
+
+@dataclass
+class Expected:
+    """What a weight and its biases, or a parameter that is not corrected, should have in ``.grad``."""
+
+    grads: dict  # by name; None where there is none
+    size: float = 0.0  # errors are compared with this: the gradient's norm, unless it cancels
+    condition: float = 1.0  # of XᵀX + λI
+
+
+@dataclass
+class Watch:
+    """What happens in the copy."""
+
+    model: nn.Module
+    is_unbatched: bool
+    depth: int = 0
+    entry: Entry | None = None
+    calls: list = field(default_factory=list)
+
+
+def watched_class(cls, watch):
+    """The class with calls that are counted, and with probes if it is a layer."""
+
+    class Watched(cls):
+        def __call__(self, *args, **kwargs):
+            if watch.depth == 0:
+                watch.entry = Entry(samples_in(self, watch, (*args, *kwargs.values())), self is watch.model)
+            watch.depth += 1
+            try:
+                return super().__call__(*args, **kwargs)
+            finally:
+                watch.depth -= 1
+
+        def forward(self, *args, **kwargs):
+            z = super().forward(*args, **kwargs)
+            if not isinstance(self, LAYERS) or not torch.is_grad_enabled():
+                return z
+            probe = torch.zeros_like(z, requires_grad=True)
+            watch.calls.append(Call(self, input_matrices(self, args[0].detach().clone()), probe, watch.entry))
+            return z + probe
+
+    return Watched
+
+
+def samples_in(module, watch, values):
+    """The leading dimension of the first tensor; 1 where a single sample enters without one."""
+    tensor = next(value for value in values if isinstance(value, Tensor) and value.ndim > 0)
+    if isinstance(module, LAYERS):
+        dims = len(module.kernel_size) if isinstance(module, CONVOLUTIONS) else 0
+        return len(tensor) if tensor.ndim > dims + 1 else 1
+    return 1 if watch.is_unbatched else len(tensor)
+
+
+def input_matrices(layer, x):
+    """The rows that the layer multiplies by its weight, one matrix per group: im2col, tap by tap."""
+    if not isinstance(layer, CONVOLUTIONS):
+        return [x.reshape(-1, x.shape[-1])]
+    dims = len(layer.kernel_size)
+    x = x if x.ndim == dims + 2 else x[None]
+    sides = []
+    for i in range(dims):
+        reach = layer.dilation[i] * (layer.kernel_size[i] - 1)
+        before = reach // 2 if layer.padding == "same" else layer.padding[i]
+        sides.append((before, reach - before if layer.padding == "same" else before))
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    x = F.pad(x, [side for pair in reversed(sides) for side in pair], mode=mode)
+    taps = []
+    for offset in product(*(range(k) for k in layer.kernel_size)):
+        window = x
+        for i in range(dims):
+            positions = (x.shape[2 + i] - layer.dilation[i] * (layer.kernel_size[i] - 1) - 1) // layer.stride[i] + 1
+            start = offset[i] * layer.dilation[i]
+            places = torch.arange(positions) * layer.stride[i] + start
+            window = window.index_select(2 + i, places)
+        taps.append(window.flatten(2))  # [samples, channels, positions]
+    rows = torch.stack(taps, dim=2).permute(0, 3, 1, 2).flatten(0, 1)  # [samples · positions, channels, taps]
+    return [channels.flatten(1) for channels in rows.chunk(layer.groups, dim=1)]
+
+
+class Reference:
+    """One side of a run: what every action should do to the gradients."""
+
+    def __init__(self, net, mode, damping, loss_reduction):
+        self.model = copy.deepcopy(net.model).double()
+        self.dtype = torch.float64
+        self.mode, self.damping, self.loss_reduction = mode, damping, loss_reduction
+        self.watch = Watch(self.model, net.is_unbatched)
+        for module in self.model.modules():
+            module.__class__ = watched_class(type(module), self.watch)
+        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.names = {p: name for name, p in self.trained.items()}
+        self.pending = []
+        self.must_warn = False  # of an edit that is no factor
+        self.forget()
+
+    # ---- what the actions do ----------------------------------------------------------------------------------------
+
+    def forget(self):
+        """Nothing is in ``.grad``."""
+        self.grads = {}  # in the mode "step" the plain ones
+        self.passes = []  # the entries of each
+        self.is_edited = False
+        self.penalised = set()  # names of parameters that are in .grad by another way than a layer's call, too
+        self.facts = {}  # by the weight: size of the solutions and condition, in the mode "backward"
+        for call in self.watch.calls:
+            call.output_grads = None
+
+    def zero(self, how):
+        zeros = {name: torch.zeros_like(grad) for name, grad in self.grads.items() if how == "zeros"}
+        self.forget()
+        self.grads = zeros  # which may be edited
+
+    def use_checkpoints(self, kind):
+        """The mathematics are the same without."""
+
+    def after_step(self):
+        """Graphs of before a step are never used again."""
+        self.watch.calls.clear()
+        self.pending.clear()
+
+    def backward(self, loss, retain_graph=False, only=None):
+        calls = [call for call in self.watch.calls if self.is_wanted(call.layer, only)]
+        trained = {name: p for name, p in self.trained.items() if only is None or name in only}
+        wanted = [*(call.probe for call in calls), *trained.values()]
+        found = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
+        reached = []
+        for call, grad in zip(calls, found, strict=False):
+            if grad is not None:
+                reached.append((call, call.rows(grad)))
+        plain = {n: g for n, g in zip(trained, found[len(calls) :], strict=True) if g is not None}
+        entries = {call.entry for call, _ in reached}
+        if self.mode == "backward":
+            pieces = self.corrected(reached, plain, self.divisor([entries]), edited=False)
+            plain = {n: grad for piece in pieces for n, grad in piece.grads.items() if grad is not None}
+            for piece in pieces:
+                first = next(iter(piece.grads))
+                size, condition = self.facts.get(first, (0.0, 1.0))
+                self.facts[first] = (size + piece.size, max(condition, piece.condition))
+        else:
+            self.passes.append(entries)
+            for call, rows in reached:
+                call.output_grads = (
+                    rows if call.output_grads is None else [a + b for a, b in zip(call.output_grads, rows, strict=True)]
+                )
+        for name, grad in plain.items():
+            self.grads[name] = self.grads[name] + grad if name in self.grads else grad
+
+    def is_wanted(self, layer, only):
+        """Whether a backward pass is for one of the layer's parameters."""
+        names = {self.names[p] for p in layer.parameters() if p in self.names}
+        return bool(names if only is None else names & set(only))
+
+    def step(self, closure, inside):
+        closure()
+
+    def ask_for_gradients(self, loss, of):
+        """``torch.autograd.grad`` leaves ``.grad`` alone."""
+
+    def scale(self, factor, names=None):
+        names = self.grads.keys() if names is None else [name for name in names if name in self.grads]
+        for name in names:
+            self.grads[name] = self.grads[name] * factor
+        for call in self.watch.calls:
+            if call.output_grads is not None and any(
+                self.names.get(p) in names for p in call.layer.parameters(recurse=False)
+            ):
+                call.output_grads = [factor * rows for rows in call.output_grads]
+        self.facts = {n: (abs(factor) * s if n in names else s, c) for n, (s, c) in self.facts.items()}
+
+    def clip(self, limit, names=None):
+        names = self.grads.keys() if names is None else [name for name in names if name in self.grads]
+        norm = sum(float(self.grads[name].square().sum()) for name in names) ** 0.5
+        self.scale(min(1.0, limit / (norm + 1e-6)), names)
+
+    def edit(self, change):
+        """Somebody writes to .grad."""
+        before, self.is_edited = self.grads, True
+        self.grads = {name: change(name, grad.clone()) for name, grad in before.items()}
+
+    def load(self, state):
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                p.copy_(state[name])
+
+    # ---- what the definition says -----------------------------------------------------------------------------------
+
+    def expected(self):
+        """One :class:`Expected` for each weight with its biases, and for each of the other parameters."""
+        if self.mode == "backward":
+            result = []
+            for names in self.joined():
+                grads = {name: self.grads.get(name) for name in names}
+                facts = [self.facts[name] for name in names if name in self.facts] or [(0.0, 1.0)]
+                size = max(norm_of(grads), 1e-4 * sum(size for size, _ in facts), 1e-8 * norm_of(self.grads))
+                result.append(Expected(grads, size, max(condition for _, condition in facts)))
+            return result
+        used = [(call, call.output_grads) for call in self.watch.calls if call.output_grads is not None]
+        return self.corrected(used, self.grads, self.divisor(self.groups()), self.is_edited)
+
+    def groups(self):
+        """Entries that took part in a common backward pass, also by way of others."""
+        groups = []
+        for entries in self.passes:
+            common = [group for group in groups if group & entries]
+            groups = [group for group in groups if not group & entries]
+            groups.append(entries.union(*common))
+        return groups
+
+    def divisor(self, groups):
+        """By what the loss was divided."""
+        samples = 0
+        for group in groups:
+            whole = [entry.samples for entry in group if entry.is_whole]
+            samples += max(whole or [entry.samples for entry in group], default=0)
+        if callable(self.loss_reduction):
+            return self.loss_reduction(samples)
+        return {"mean": samples, "sum": 1}.get(self.loss_reduction, self.loss_reduction)
+
+    def joined(self):
+        """The names of the parameters that are solved for together, and each of the others by itself."""
+        owners = {}
+        for module in self.model.modules():
+            if isinstance(module, LAYERS):
+                owners.setdefault(module.weight, []).append(module)
+        together = []
+        for weight, layers in owners.items():
+            parameters = [weight, *(layer.bias for layer in layers if layer.bias is not None)]
+            together.append(list(dict.fromkeys(self.names[p] for p in parameters if p in self.names)))
+        taken = {name for names in together for name in names}
+        return [names for names in together if names] + [[name] for name in self.trained if name not in taken]
+
+    def corrected(self, used, plain, divisor, edited):
+        """``U + R``, or of an edited gradient its own correction.
+
+        Args:
+            used: pairs of a call and its ΔZ.
+            plain: the gradients, by name.
+            divisor: N.
+            edited: whether ``plain`` is not what backward passes made.
+        """
+        by_weight = {}
+        for call, dZ in used:
+            by_weight.setdefault(call.layer.weight, []).append((call, dZ))
+        result = {n: Expected({n: plain.get(n)}) for n in self.trained}
+        for weight, uses in by_weight.items():
+            biases = list(dict.fromkeys(c.layer.bias for c, _ in uses if c.layer.bias in self.names))
+            names = [self.names[p] for p in [weight, *biases] if p in self.names]
+            if not names:
+                continue
+            explained, solved, piece, terms = [], [], Expected({}), 0.0
+            is_shortened = edited and self.is_shortened(weight, biases, uses, plain)
+            self.must_warn |= is_shortened
+            for group in range(getattr(uses[0][0].layer, "groups", 1)):
+                X = torch.cat([self.design(call, group, biases) for call, _ in uses])
+                dZ = torch.cat([rows[group] for _, rows in uses])
+                S = X.T @ X + self.damping * torch.eye(X.shape[1], dtype=X.dtype)
+                G = self.matrix(weight, biases, group, len(dZ.T), plain) if edited else dZ.T @ X
+                explained.append(G)
+                if is_shortened:  # the rows do not explain it, and there are too few of them to solve with the moment
+                    solved.append(divisor * G / (X.square().sum() + self.damping))
+                else:
+                    solved.append(divisor * torch.linalg.solve(S, G.T).T)
+                terms += float(dZ.norm() * X.norm()) + float(G.norm())
+                values = torch.linalg.eigvalsh(S)
+                piece.condition = max(piece.condition, float(values[-1] / values[0]))
+                piece.size += abs(divisor) * float(dZ.norm()) / (2 * self.damping**0.5)
+            explained = dict(zip(names, self.split(torch.cat(explained), weight, biases), strict=True))
+            solved = dict(zip(names, self.split(torch.cat(solved), weight, biases), strict=True))
+            for name in names:
+                rest = plain[name] - explained[name]
+                if name not in self.penalised:
+                    if float(rest.norm()) > 1e-9 * terms:
+                        raise RuntimeError(f"the reference does not understand {name}")
+                    rest = 0.0
+                piece.grads[name] = solved[name] + rest
+                del result[name]
+            if self.mode == "step":
+                piece.size = max(norm_of(piece.grads), 1e-4 * piece.size)
+            result[names[0]] = piece
+        if self.mode == "step":
+            all_plain = norm_of(plain)
+            for piece in result.values():
+                piece.size = piece.size or max(norm_of(piece.grads), 1e-8 * all_plain)
+        return list(result.values())
+
+    def is_shortened(self, weight, biases, uses, plain):
+        """Whether an edited gradient is no multiple of ``ΔZᵀX``, and solved for by samples."""
+        old, new = [], []
+        for group in range(getattr(uses[0][0].layer, "groups", 1)):
+            X = torch.cat([self.design(call, group, biases) for call, _ in uses])
+            dZ = torch.cat([rows[group] for _, rows in uses])
+            old.append((dZ.T @ X).flatten())
+            new.append(self.matrix(weight, biases, group, len(dZ.T), plain).flatten())
+        if X.shape[0] >= X.shape[1]:
+            return False
+        old, new = torch.cat(old), torch.cat(new)
+        factor = (old @ new) / (old @ old) if old.any() else 0.0
+        return bool((new - factor * old).norm() > 1e-9 * old.norm())
+
+    def design(self, call, group, biases):
+        """The inputs, and for each bias a column: ones where it was added."""
+        X = call.X[group]
+        columns = [X] if call.layer.weight in self.names else []
+        columns += [torch.full((len(X), 1), float(call.layer.bias is bias), dtype=X.dtype) for bias in biases]
+        return torch.cat(columns, dim=1)
+
+    def matrix(self, weight, biases, group, outputs, grads):
+        """Gradients as a matrix over the columns of ``design``, of one group."""
+        place = slice(group * outputs, (group + 1) * outputs)
+        columns = [grads[self.names[weight]].flatten(1)[place]] if weight in self.names else []
+        columns += [grads[self.names[bias]][place, None] for bias in biases]
+        return torch.cat(columns, dim=1)
+
+    def split(self, matrix, weight, biases):
+        """The inverse, of all groups."""
+        features = prod(weight.shape[1:]) if weight in self.names else 0
+        parts = [matrix[:, :features].reshape(weight.shape)] if features else []
+        return [*parts, *(matrix[:, features + place] for place in range(len(biases)))]
+
+
+def flat(tensors):
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *(tensor.flatten() for tensor in tensors)])
+
+
+def norm_of(grads):
+    return sum(float(g.square().sum()) for g in grads.values() if g is not None) ** 0.5

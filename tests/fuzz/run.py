@@ -1,0 +1,207 @@
+"""One run: a random network in a random loop, the library beside the reference."""
+
+import random
+import re
+import warnings
+
+import torch
+
+import consequent
+from fuzz.loops import REDUCTIONS, describe, is_edited, make_loop
+from fuzz.nets import make_net, sees_the_sample
+from fuzz.reference import Reference
+
+LR = 0.01
+SAYS_EDITED = re.compile("inputs explain|edited")
+
+
+class LibraryRaised(Exception):  # noqa: N818
+    """The loop raised on the library's side."""
+
+
+class Library:
+    """One side of a run: the model that is trained, by an optimiser that the library is attached to."""
+
+    def __init__(self, net, dtype, mode, damping, loss_reduction):
+        self.model, self.dtype, self.mode = net.model.to(dtype), dtype, mode
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
+        options = {"at": mode} if mode == "backward" else {}
+        if mode != "plain":
+            consequent.attach(self.optimizer, self.model, damping=damping, loss_reduction=loss_reduction, **options)
+        self.pending = []
+        self.joined = None  # filled in by the run: names of the parameters that belong together
+
+    def zero(self, how):
+        if how == "by hand":
+            for p in self.model.parameters():
+                p.grad = None
+        elif how == "model":
+            self.model.zero_grad()
+        else:
+            self.optimizer.zero_grad(set_to_none=how == "none")
+
+    def use_checkpoints(self, kind):
+        if self.mode == "backward" and kind == "reentrant":
+            kind = "saved"  # every reentrant segment is a backward pass of its own there, and corrected by itself
+        self.model.checkpoint = kind
+
+    def backward(self, loss, retain_graph=False, only=None):
+        inputs = None if only is None else [p for name, p in self.model.named_parameters() if name in only]
+        loss.backward(retain_graph=retain_graph, inputs=inputs)
+
+    def ask_for_gradients(self, loss, of):
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        torch.autograd.grad(loss, parameters if of is None else of, retain_graph=True, allow_unused=True)
+
+    def scale(self, factor):
+        for p in self.model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(factor)
+
+    def clip(self, limit, names=None):
+        chosen = [p for name, p in self.model.named_parameters() if names is None or name in names]
+        torch.nn.utils.clip_grad_norm_(chosen, limit)
+
+    def edit(self, change):
+        for name, p in self.model.named_parameters():
+            if p.grad is not None:
+                change(name, p.grad)
+
+    def step(self, closure, inside):
+        if inside:
+            self.optimizer.step(lambda: closure() or 0.0)
+        else:
+            closure()
+            self.optimizer.step()
+        self.pending.clear()
+
+
+class Case:
+    """What a seed stands for."""
+
+    def __init__(self, seed, mode):
+        rng = random.Random(f"{seed} {mode}")
+        torch.manual_seed(rng.randrange(2**31))
+        self.seed, self.mode = seed, mode
+        self.net = make_net(rng)
+        self.dtype = torch.float32 if rng.random() < 0.15 else torch.float64
+        if self.dtype == torch.float32:
+            self.net.model.float()
+        self.damping = rng.choice([0.1, 1.0] if self.dtype == torch.float32 else [1e-3, 1e-2, 0.1, 1.0])
+        self.reduction = rng.choices(list(REDUCTIONS), weights=[7, 1, 1, 1])[0]
+        self.actions = make_loop(rng, self.net, self.damping, self.dtype)
+
+    @property
+    def loss_reduction(self):
+        """As ``attach`` takes it.
+
+        That a single sample enters is known only where a trained layer gets it as it is; elsewhere N is not asked for.
+        """
+        if self.net.is_unbatched and not sees_the_sample(self.net.model.first):
+            return 1
+        return REDUCTIONS[self.reduction]
+
+    def __str__(self):
+        return (
+            f"seed {self.seed}, at={self.mode!r}, {self.dtype}, damping={self.damping}, "
+            f"loss_reduction={self.reduction}\n{self.net}\nactions:\n{describe(self.actions)}"
+        )
+
+
+def run(seed, mode):
+    """Raise an AssertionError that says what differs and where, if anything does.
+
+    Args:
+        seed: any number.
+        mode: "step" or "backward".
+    """
+    check(lambda: Case(seed, mode))
+
+
+def check(make_case):
+    """Raise an AssertionError if the case goes wrong; other errors mean that the fuzzer itself does."""
+    case = make_case()
+    story = str(case)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            must_warn = play(case)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{story}") from error
+    except LibraryRaised as raised:
+        error = raised.__cause__
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            play_plainly(make_case())  # raises by itself if the loop is not legal torch
+        raise AssertionError(f"{type(error).__name__}: {error}\n{story}") from error
+    said = [str(w.message) for w in caught if issubclass(w.category, consequent.ConsequentWarning)]
+    if must_warn and case.mode == "step":
+        assert any(SAYS_EDITED.search(message) for message in said), f"an edited gradient, and no warning\n{story}"
+    if not is_edited(case.actions):
+        wrongly = [message for message in said if SAYS_EDITED.search(message)]
+        assert not wrongly, f"nobody edited a gradient, and the library says: {wrongly[0]}\n{story}"
+
+
+def play(case):
+    """Do every action to both sides, and compare the gradients after each step.
+
+    Returns:
+        whether the library had to warn of an edited gradient.
+    """
+    reference = Reference(case.net, case.mode, case.damping, case.loss_reduction)
+    library = Library(case.net, case.dtype, case.mode, case.damping, case.loss_reduction)
+    library.joined = reference.joined
+    for number, step in enumerate(case.actions):
+        before = {name: p.detach().double().clone() for name, p in library.model.named_parameters()}
+        try:
+            step.do(library, case.net)
+        except Exception as error:
+            raise LibraryRaised from error
+        step.do(reference, case.net)
+        for expected in reference.expected():
+            compare(library, expected, number)
+        compare_weights(library, before, number)
+        reference.after_step()
+        reference.load({name: p.detach().double() for name, p in library.model.named_parameters()})
+    return reference.must_warn
+
+
+def play_plainly(case):
+    """The same without the library, to see whether torch itself allows it."""
+    side = Library(case.net, case.dtype, "plain", None, None)
+    side.joined = Reference(case.net, case.mode, case.damping, 1).joined
+    for step in case.actions:
+        step.do(side, case.net)
+
+
+def compare(library, expected, number):
+    parameters = dict(library.model.named_parameters())
+    difference = 0.0
+    for name, wanted in expected.grads.items():
+        grad = parameters[name].grad
+        if grad is None or wanted is None:
+            rest = next((g for g in (grad, wanted) if g is not None), None)
+            assert rest is None or not rest.any(), (
+                f"step {number}, {name}: a gradient where there should be none, or none"
+            )
+            continue
+        assert grad.isfinite().all(), f"step {number}, {name}: not finite"
+        difference += float((grad.double() - wanted).square().sum())
+    error = difference**0.5 / (expected.size or 1.0)
+    bound = tolerance(library.dtype, expected.condition)
+    assert error <= bound, f"step {number}, {' and '.join(expected.grads)}: relative error {error:.3g} > {bound:.3g}"
+
+
+def tolerance(dtype, condition):
+    """1e-6, or 1e-3 in float32, or more if rounding alone could make more."""
+    least, rounding = (1e-6, 1e-16) if dtype == torch.float64 else (1e-3, 6e-8)
+    return max(least, 30 * rounding * condition)
+
+
+def compare_weights(library, before, number):
+    """SGD without momentum moves by the gradient."""
+    for name, p in library.model.named_parameters():
+        move = 0.0 if p.grad is None else LR * p.grad.double()
+        error = (before[name] - move - p.detach().double()).norm()
+        size = before[name].norm() + torch.as_tensor(move).norm()
+        assert error <= (1e-12 if library.dtype == torch.float64 else 1e-5) * size, f"step {number}, {name}: not moved"

@@ -1,0 +1,72 @@
+"""The library agrees with the reference on every one of these seeds: about half a minute for each of the two modes.
+
+More of them: ``python -m fuzz --minutes 60 --mode step`` (with ``tests`` and ``src`` on PYTHONPATH), and for one that
+fails ``python -m fuzz --seed 123 --shrink``.
+"""
+
+import pytest
+import torch
+
+import consequent
+from fuzz.gradient_penalty import check_gradient_penalty
+from fuzz.run import run
+
+CHUNK = 50  # seeds in a test
+MODES = pytest.mark.parametrize("mode", ["step", "backward"])
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The matrices are tiny: a second thread would only wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@MODES
+@pytest.mark.parametrize("chunk", range(24))
+def test_seeds(chunk, mode):
+    failed = []
+    for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
+        try:
+            run(seed, mode)
+        except AssertionError as error:
+            failed.append(f"seed {seed}: {error}")
+    if failed:
+        first_lines = "\n".join(message.splitlines()[0] for message in failed)
+        pytest.fail(
+            f"{len(failed)} of {CHUNK} seeds; the first of them:\n{failed[0]}\n\nall:\n{first_lines}", pytrace=False
+        )
+
+
+@MODES
+@pytest.mark.parametrize("seed", range(10))
+def test_penalties_on_gradients(seed, mode):
+    check_gradient_penalty(seed, mode)
+
+
+FAULTS = {
+    "more damping": lambda options: options | {"damping": 1.01 * options["damping"]},
+    "another divisor": lambda options: options | {"loss_reduction": 3.21},
+    "not attached": None,
+}
+
+
+@MODES
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(monkeypatch, fault, mode):
+    """A library that is slightly wrong fails on most seeds."""
+    attach, spoil = consequent.attach, FAULTS[fault]
+
+    def spoiled(optimizer, model, **options):
+        return None if spoil is None else attach(optimizer, model, **spoil(options))
+
+    monkeypatch.setattr(consequent, "attach", spoiled)
+    found = 0
+    for seed in range(20):
+        try:
+            run(seed, mode)
+        except AssertionError:
+            found += 1
+    assert found >= 12  # in some of them all gradients are zero
