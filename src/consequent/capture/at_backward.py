@@ -176,11 +176,11 @@ class BackwardCorrector:
             gate.reach(Reached(use, inputs, output_grad))
             self._note(use.entry)
 
-    def transpose_reached(self, use: Use, output_grad: Tensor, weight_grad: Tensor) -> None:
+    def transpose_reached(self, use: Use, output_grad: Tensor, weight_grad: Tensor, node: Node) -> None:
         """The weight acts in ``Wᵀ ΔZ``, too."""
-        known = self._gates.get(use.weight)
-        if known is not None:
-            known[0].reach_transposed(use.operation.transposed_norm(output_grad.detach()))
+        gate: Gate | None = getattr(node, "gate", None)
+        if gate is not None and gate.corrector is self:
+            gate.reach_transposed(use.operation.transposed_norm(output_grad.detach()))
 
     def gradient_returned(self, use: Use, parameter: Tensor, gradient: Tensor, node: Node | None) -> None:
         """Does not happen: products return none."""

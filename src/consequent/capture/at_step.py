@@ -80,7 +80,7 @@ class StepCorrector:
         else:
             record.reduce(keep_rows=self._keep_rows)
 
-    def transpose_reached(self, use: Use, output_grad: Tensor, weight_grad: Tensor) -> None:
+    def transpose_reached(self, use: Use, output_grad: Tensor, weight_grad: Tensor, node: Node) -> None:
         """The weight acts in ``Wᵀ ΔZ``, too."""
         record = self._record_of(use.weight, use.key.grad)
         record.note_pass(use, backward_pass_id())
@@ -226,8 +226,10 @@ class _Returned:
     def compare(self, arrived: Tensor) -> None:
         """Keep what arrived besides; a user's own hooks may have changed it, which is an edit and not told apart."""
         expected, self._sum = self._sum, arrived
-        if arrived.is_sparse or expected.is_sparse:
-            return
+        if arrived.is_sparse:
+            return  # of a table of embeddings: what else comes to it, a penalty, would be dense
+        if expected.is_sparse:
+            expected = expected.to_dense()
         is_it = self._count == 1 and arrived.data_ptr() == expected.data_ptr() and version_of(arrived) == self._version
         if is_it or len(self._parameter._backward_hooks or ()) > 1:
             return

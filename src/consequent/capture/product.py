@@ -31,13 +31,14 @@ class Listener(Protocol):
             node: of the weight in the graph; that of the bias where only it is trained.
         """
 
-    def transpose_reached(self, use: Use, output_grad: Tensor, weight_grad: Tensor) -> None:
+    def transpose_reached(self, use: Use, output_grad: Tensor, weight_grad: Tensor, node: Node) -> None:
         """The pass goes through ``Wᵀ ΔZ``, by which an earlier pass computed an input gradient.
 
         Args:
             use: the call whose backward pass it was.
             output_grad: its ΔZ.
             weight_grad: the gradient that the weight gets from there.
+            node: of the weight in the graph.
         """
 
     def gradient_returned(self, use: Use, parameter: Tensor, gradient: Tensor, node: Node | None) -> None:
@@ -116,8 +117,8 @@ class Product(torch.autograd.Function):
             wants_weight = wants_bias = False
         input_grad = weight_grad = bias_grad = None
         if needs_inputs and is_differentiable:
-            whole = weight if ctx.uncast is None else ctx.uncast.to(weight.dtype)
-            input_grad = Transpose.apply(output_grad, whole, inputs, call, nodes[1])  # type: ignore[no-untyped-call]
+            own = weight if ctx.uncast is None else ctx.uncast
+            input_grad = Transpose.apply(output_grad, own, inputs, call, nodes[1])  # type: ignore[no-untyped-call]
         elif needs_inputs and wants_weight:
             input_grad, weight_grad, bias_grad = call.operation.gradients(
                 output_grad, inputs, weight, with_bias=wants_bias
@@ -161,8 +162,7 @@ class Transpose(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.node = call, node
         ctx.save_for_backward(output_grad, weight)
-        ctx.empty = inputs.new_empty(0)
-        return call.operation.input_gradient(output_grad, weight, inputs)
+        return call.operation.input_gradient(output_grad, weight.to(output_grad.dtype), inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -174,14 +174,14 @@ class Transpose(torch.autograd.Function):
         needs_output_grad, needs_weight = ctx.needs_input_grad[:2]
         weight_grad = None
         if needs_weight:
-            weight_grad = call.operation.weight_gradient(grad, output_grad)
+            weight_grad = call.operation.weight_gradient(grad, output_grad).to(weight.dtype)
             if will_run(ctx.node):
                 for listener, use in call.uses:
                     if use.trains_weight:
-                        listener.transpose_reached(use, output_grad, weight_grad)
-                        if not listener.replaces_gradients and ctx.next_functions[1][0] is ctx.node:
+                        listener.transpose_reached(use, output_grad, weight_grad, ctx.node)
+                        if not listener.replaces_gradients:
                             listener.gradient_returned(use, use.weight, weight_grad, ctx.node)
-        grad_of_output_grad = call.operation.apply(grad, weight, None) if needs_output_grad else None
+        grad_of_output_grad = call.operation.apply(grad, weight.to(grad.dtype), None) if needs_output_grad else None
         return grad_of_output_grad, weight_grad, None, None, None
 
 

@@ -19,7 +19,7 @@ from consequent.layers import Operation
 from consequent.layers.operation import at_least_float32
 from consequent.maths.damping import Damping
 from consequent.maths.precision import in_full_precision
-from consequent.maths.probes import random_numbers
+from consequent.maths.probes import PROBES, random_numbers
 from consequent.ranks.sharded_tensors import is_nonzero, is_sharded, local
 from consequent.statistics.moment import moment_of
 
@@ -141,7 +141,7 @@ class Record:
         self.biases, self.uses, self.reduced, self.moment, self.factor = [], [], [], None, None
         self.counts = self.cholesky = self.total_rows = self.transposed = self.from_transposed = None
         self.was_written_to = self.accumulated_on_corrected = self.has_output_grads = False
-        self.accumulated, self.passes, self.others = [], {}, {}
+        self.accumulated, self.passes, self.others, self.others_beside = [], {}, {}, None
 
     def begin_backward_pass(self, grad: Tensor | None) -> None:
         """Before a backward pass adds to ``.grad``: is what was captured earlier still in there?
@@ -296,6 +296,21 @@ class Record:
         self.from_transposed = gradient if self.from_transposed is None else self.from_transposed + gradient
         size = operation.transposed_norm(output_grad.detach())
         self.transposed = size if self.transposed is None else self.transposed + size
+
+    def scaled_by(self) -> tuple[Tensor, Tensor] | None:
+        """By what the gradients were multiplied since the backward pass, and how far from a multiple they are.
+
+        None where nothing was noted of them, or not all of them are there. The second number is a fraction, in units
+        of eps: rounding, unless somebody wrote to them.
+        """
+        before, grads = self.others_beside, self.grads
+        if before is None or len(before) != PROBES * len(grads):
+            return None
+        now = signature(grads)
+        tiny = torch.finfo(now.dtype).tiny
+        factor = (now * before).sum() / before.square().sum().clamp(min=tiny)
+        error = (now - factor * before).norm() / now.norm().clamp(min=tiny)
+        return factor, error / torch.finfo(now.dtype).eps
 
     # ---- marks ------------------------------------------------------------------------------------------------------
 

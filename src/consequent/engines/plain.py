@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from consequent.capture.edits import factors_of_gradients
-from consequent.capture.records import Record, signature
+from consequent.capture.records import Record
 from consequent.engines.solution import Solution, Work
 from consequent.maths.damping import Damping
 from consequent.statistics.gradients import (
@@ -63,7 +63,7 @@ def _on_feature_side(record: Record, damping: Damping, *, may_wait: bool) -> Sol
         index = torch.tensor(columns, device=moment.device)
         moment = moment[:, index[:, None], index]
     gradient = gradient_matrix(record).to(moment.dtype)
-    apart = _apart(record, damping, _trace(moment), moment, may_wait=may_wait)
+    apart = _apart(record, damping, _trace(moment), may_wait=may_wait)
     factor = record.factor_for(damping) if len(columns) == record.columns else None  # otherwise of another matrix
     explained = gradient if apart is None else gradient - apart.all
     solved = solve_with_moment(moment, explained, record.rows, damping, may_wait=may_wait, factor=factor)
@@ -94,7 +94,7 @@ class _Apart(NamedTuple):
     shortened: Tensor | None
 
 
-def _apart(record: Record, damping: Damping, trace: Tensor, matrix: Tensor, *, may_wait: bool) -> _Apart | None:
+def _apart(record: Record, damping: Damping, trace: Tensor, *, may_wait: bool) -> _Apart | None:
     """What is not solved for; None also where the gradient was edited since, so that it is not to be told apart.
 
     The consequences of a change U of a weight that also acted in ``Wᵀ ΔZ`` (a penalty on gradients) are ``U X`` and
@@ -105,21 +105,14 @@ def _apart(record: Record, damping: Damping, trace: Tensor, matrix: Tensor, *, m
     Args:
         record: of the gradient.
         damping: λ.
-        trace: of the matrix, ``[groups]``.
-        matrix: the inputs' moment or Gram matrix, ``[groups, n, n]``, of which only the dtype is looked at.
+        trace: of the inputs' moment or Gram matrix, ``[groups]``.
         may_wait: whether numbers may be looked at.
     """
     others, transposed = other_matrix(record), transposed_matrix(record)
-    before = record.others_beside
-    if before is None or (others is None and transposed is None):
+    factor = factor_since(record, may_wait=may_wait) if others is not None or transposed is not None else None
+    if factor is None:
         return None
-    now = signature(record.grads)
-    if now.shape != before.shape:
-        return None
-    factor = (now * before).sum() / before.square().sum().clamp(min=torch.finfo(before.dtype).tiny)
-    if may_wait and (now - factor * before).norm() > SAME * torch.finfo(now.dtype).eps * now.norm():
-        return None
-    dtype, shortened = matrix.dtype, None
+    dtype, shortened = trace.dtype, None
     if others is not None:
         others = others.to(dtype) * factor
     if transposed is not None and record.transposed is not None:
@@ -129,6 +122,14 @@ def _apart(record: Record, damping: Damping, trace: Tensor, matrix: Tensor, *, m
         shortened = transposed / bound
     parts = [part for part in (others, transposed) if part is not None]
     return _Apart(parts[0] if len(parts) == 1 else parts[0] + parts[1], others, shortened)
+
+
+def factor_since(record: Record, *, may_wait: bool) -> Tensor | None:
+    """By what the gradient was scaled since the backward pass; None where it was edited, as far as one may look."""
+    scaled = record.scaled_by()
+    if scaled is None or (may_wait and bool(scaled[1] > SAME)):
+        return None
+    return scaled[0]
 
 
 def _trace(matrix: Tensor) -> Tensor:
@@ -160,8 +161,7 @@ def _on_sample_side(record: Record, damping: Damping) -> Solution:
         return _shortened(record, rows, damping)
     apart = None
     if record.others or record.transposed is not None:
-        gram = rows.gram()
-        apart = _apart(record, damping, _trace(gram), gram, may_wait=True)
+        apart = _apart(record, damping, _trace(rows.gram()), may_wait=True)
     others, shortened = (None, None) if apart is None else (apart.others, apart.shortened)
     if damping.value == 0:
         X, dZ = rows.whole(), rows.output_grads

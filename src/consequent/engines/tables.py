@@ -6,6 +6,7 @@ samples, with the Gram matrix of sparse rows.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from consequent.capture.edits import multiple
 from consequent.capture.records import Record
 from consequent.capture.use import Use
+from consequent.engines.plain import factor_since
 from consequent.engines.solution import Solution, Work
 from consequent.layers.embedding import EmbeddingBag
 from consequent.layers.operation import at_least_float32
@@ -32,25 +34,27 @@ class Tables:
             if gradient is None or record.is_empty:
                 continue
             if record.counts is not None:
-                found.append(_by_counts(record, gradient, damping))
+                found.append(_by_counts(record, gradient, damping, may_wait=may_wait))
             elif isinstance(record.operation, EmbeddingBag) and not record.is_reduced:
                 found.append(_by_bags(record, gradient, damping, may_wait=may_wait))
         return found
 
 
+@dataclass
 class TableSolution(Solution):
-    """A new gradient of a table, dense or sparse, in the weight's own shape."""
+    """A new gradient of a table, dense or sparse, in the weight's own shape; so are ``others``."""
 
-    table: Tensor
+    table: Tensor | None = None
 
     def write(self, scale: float, finite: bool | Tensor) -> list[Tensor]:
         """Put it, times the scale, in the place of the old one; zeros unless finite."""
+        assert self.table is not None
         weight = self.record.weight
         new = self.table * scale
         if self.others is not None:
-            new = new + self.others
-        if finite is not True:
-            new = new * torch.where(torch.as_tensor(finite, device=new.device), 1.0, 0.0)
+            new = self.others + new  # of which the second may be sparse
+        if isinstance(finite, Tensor):
+            _values(new).masked_fill_(~finite.to(new.device), 0)
         weight.grad = new.to(weight.dtype)
         return [weight]
 
@@ -97,21 +101,19 @@ def rows_of_bags(uses: Sequence[Use]) -> tuple[Tensor, Tensor]:
     return torch.cat(inputs), torch.cat(output_grads)
 
 
-def _by_counts(record: Record, gradient: Tensor, damping: Damping) -> Solution:
+def _by_counts(record: Record, gradient: Tensor, damping: Damping, *, may_wait: bool) -> Solution:
     assert record.counts is not None
-    others = None if gradient.is_sparse else record.others.get(record.weight)
+    others = _others_of(record, may_wait=may_wait)
     explained = gradient if others is None else gradient - others
     table = divided_by_counts(record.operation, explained, record.counts, record.rows, damping)
-    solution = TableSolution(record, "features", _values(table).sum().isfinite(), others=others)
-    solution.table = table
-    return solution
+    return TableSolution(record, "features", _values(table).sum().isfinite(), others=others, table=table)
 
 
 def _by_bags(record: Record, gradient: Tensor, damping: Damping, *, may_wait: bool) -> Solution:
     operation = record.operation
     assert isinstance(operation, EmbeddingBag)
     X, dZ = rows_of_bags(record.uses)
-    others = None if gradient.is_sparse else record.others.get(record.weight)
+    others = _others_of(record, may_wait=may_wait)
     plain = _dense(operation.weight_gradient(X, dZ))
     explained = _dense(gradient).to(plain.dtype) - (0 if others is None else others)
     eps = torch.finfo(plain.dtype).eps
@@ -120,15 +122,27 @@ def _by_bags(record: Record, gradient: Tensor, damping: Damping, *, may_wait: bo
     coefficients, rescued, fallen_back = coefficients_of_bags(operation, X, dZ, damping)
     if factor is None:  # edited: as it is, shortened until it cannot overshoot
         bound = _values(X).square().sum() + damping.value
-        table, is_edited = explained / bound.clamp(min=torch.finfo(plain.dtype).tiny), True
+        table = explained / bound.clamp(min=torch.finfo(plain.dtype).tiny)
     else:
-        table, is_edited = operation.weight_gradient(X, (coefficients * factor).to(dZ.dtype)), False
+        table = operation.weight_gradient(X, (coefficients * factor).to(dZ.dtype))
     finite = (_values(table).sum() + coefficients.sum()).isfinite()
-    solution = TableSolution(
-        record, "samples", finite, others=others, rescued=rescued, fallen_back=fallen_back, edited=is_edited
+    return TableSolution(
+        record,
+        "samples",
+        finite,
+        others=others,
+        table=table,
+        rescued=rescued,
+        fallen_back=fallen_back,
+        edited=factor is None,
     )
-    solution.table = table
-    return solution
+
+
+def _others_of(record: Record, *, may_wait: bool) -> Tensor | None:
+    """What came to the gradient otherwise than from look-ups, as it has been scaled since."""
+    others = record.others.get(record.weight)
+    factor = None if others is None else factor_since(record, may_wait=may_wait)
+    return None if others is None or factor is None else others * factor
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -406,7 +406,8 @@ class Exchange:
 
     def _parts_of_others(self, record: Record) -> "list[_Part]":
         """What came to the gradients otherwise, averaged over ranks as the gradients were, and as it is scaled now."""
-        ratio = _ratio(record)
+        scaled = record.scaled_by() if record.others or record.from_transposed is not None else None
+        ratio = 1.0 if scaled is None else scaled[0]
         size = self.ranks.size
 
         def taker(parameter: Tensor) -> Callable[[Tensor], None]:
@@ -566,14 +567,6 @@ def _numbers_of(parameter: Tensor, part: Tensor | None, ratio: Tensor | float) -
     if part is None:
         return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
     return part.to(dtype) * ratio
-
-
-def _ratio(record: Record) -> Tensor | float:
-    """By what the gradients have been scaled since the backward pass."""
-    before = record.others_beside
-    if not record.others or before is None:
-        return 1.0
-    return (signature(record.grads) * before).sum() / before.square().sum().clamp(min=torch.finfo(before.dtype).tiny)
 
 
 class _Part(NamedTuple):

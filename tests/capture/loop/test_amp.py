@@ -18,6 +18,7 @@ from loop.expected import (
     observe,
     weights,
 )
+from torch import nn
 
 import consequent
 
@@ -246,3 +247,24 @@ def test_the_formula_inside_autocast():
     expected = consequent.consequential_gradient(inputs, output_grads, 0.01)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(consequent.consequential_gradient(inputs, output_grads, 0.01), expected)
+
+
+@pytest.mark.parametrize("at", ["step", "backward"])
+def test_a_gradient_penalty_under_autocast(at):
+    """What comes through the backward pass counts once, whether or not the weight was cast."""
+
+    def gradient(casts):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        consequent.attach(optimizer, model, damping=1.0, at=at)
+        x = torch.randn(8, 20, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            outputs = model(x)
+        (slope,) = torch.autograd.grad(outputs.float().sum(), x, create_graph=True)
+        (outputs.float().square().mean() + (slope.norm(dim=1) - 1).square().mean()).backward()
+        optimizer.step()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    exact = gradient(casts=False)
+    assert (gradient(casts=True) - exact).norm() <= 0.02 * exact.norm()
