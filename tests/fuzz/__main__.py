@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from fuzz.run import run
+from fuzz.run import IllegalError, run
 from fuzz.shrink import failure, shrink
 
 
@@ -24,16 +24,19 @@ def main():
         )
         print(message or f"seed {arguments.seed}: as it should be")
         return 1 if message else 0
-    failed, seed, start = [], arguments.first, time.monotonic()
+    failed, illegal, seed, start = [], 0, arguments.first, time.monotonic()
     while time.monotonic() - start < 60 * arguments.minutes:
         try:
             run(seed, arguments.mode)
         except AssertionError as error:
             failed.append(seed)
             print(f"seed {seed}: {str(error).splitlines()[0]}", flush=True)
+        except IllegalError:
+            illegal += 1
         seed += 1
     count = seed - arguments.first
-    print(f"{count} seeds in {time.monotonic() - start:.0f} s, {len(failed)} failed: {failed}")
+    refused = f", {illegal} that torch refuses" if illegal else ""
+    print(f"{count} seeds in {time.monotonic() - start:.0f} s{refused}, {len(failed)} failed: {failed}")
     return 1 if failed else 0
 
 

@@ -19,6 +19,10 @@ class LibraryRaised(Exception):  # noqa: N818
     """The loop raised on the library's side."""
 
 
+class IllegalError(Exception):
+    """The case is one that plain torch refuses, too."""
+
+
 class Library:
     """One side of a run: the model that is trained, by an optimiser that the library is attached to."""
 
@@ -132,7 +136,10 @@ def check(make_case):
         error = raised.__cause__
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            play_plainly(make_case())  # raises by itself if the loop is not legal torch
+            try:
+                play_plainly(make_case())
+            except RuntimeError as illegal:
+                raise IllegalError(str(illegal)) from illegal
         raise AssertionError(f"{type(error).__name__}: {error}\n{story}") from error
     said = [str(w.message) for w in caught if issubclass(w.category, consequent.ConsequentWarning)]
     if must_warn and case.mode == "step":
