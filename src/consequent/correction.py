@@ -1,5 +1,6 @@
 """Consequentialism: the object that is attached to an optimiser and rewrites the gradients before each step."""
 
+import warnings
 import weakref
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Unpack
@@ -18,7 +19,7 @@ from consequent.engines.step import Rewriter
 from consequent.foresight import Foresight
 from consequent.layers import kind_of
 from consequent.maths.checks import check_damping
-from consequent.maths.damping import Damping
+from consequent.maths.damping import DEFAULT, Damping
 from consequent.maths.precision import in_full_precision
 from consequent.options.parameter_groups import Groups, damping_in
 from consequent.options.selection import Patterns, listed, select_layers
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Consequentialism", "attach"]
 
-DEFAULT_DAMPING = 0.01
+STATE_VERSION = 2  # of state dicts
 
 # All that exist, so that no gradient is corrected by two of them.
 _LIVE: "weakref.WeakSet[Consequentialism]" = weakref.WeakSet()
@@ -51,7 +52,7 @@ _LIVE: "weakref.WeakSet[Consequentialism]" = weakref.WeakSet()
 def attach(
     optimizer: Optimizer,
     model: nn.Module,
-    damping: float = DEFAULT_DAMPING,  # λ in the paper
+    damping: float | None = None,  # λ in the paper
     **options: Unpack[Options],
 ) -> "Consequentialism":
     """Turn an optimiser into its consequentialist version: SGD into C-SGD, Adam into C-Adam.
@@ -87,8 +88,10 @@ class Consequentialism:
     Args:
         model: the model, before or after it is wrapped or compiled (what was compiled is then compiled anew).
         damping: λ, added to the diagonal of the un-normalised Gram matrix, as in the paper. 0 is the pseudo-inverse.
-            A parameter group of the optimiser may carry its own ``"damping"``.
-        relative_damping: instead of ``damping``, and before it: λ as a fraction of the inputs' mean squared norm.
+            A parameter group of the optimiser may carry its own ``"damping"`` or ``"relative_damping"``.
+        relative_damping: instead of ``damping``: ρ of ``λ = ρ · trace(XXᵀ) / min(N, D)``, a fraction of the mean
+            eigenvalue of the inputs at full rank, whatever their size and number. Without either it is
+            :data:`consequent.maths.damping.DEFAULT`.
         loss_reduction: how the loss sums up over samples, so that the learning rate keeps the paper's meaning:
             ``"mean"`` (over the samples that enter the model), ``"sum"``, or the loss's own divisor: a number, or a
             function of the number of samples (``lambda samples: samples * outputs / 2`` for the default ``F.mse_loss``,
@@ -112,7 +115,7 @@ class Consequentialism:
     def __init__(
         self,
         model: nn.Module,
-        damping: float = DEFAULT_DAMPING,  # λ in the paper
+        damping: float | None = None,  # λ in the paper
         *,
         relative_damping: float | None = None,
         loss_reduction: LossReduction = "mean",
@@ -129,9 +132,7 @@ class Consequentialism:
             raise ValueError(
                 'foresight=True compares gradients at the step with those before: it needs at="step", the default'
             )
-        if damping is None and relative_damping is not None:  # said twice that there is none
-            damping = DEFAULT_DAMPING
-        default = _default_damping(damping, relative_damping)
+        default = Damping.chosen(damping, relative_damping) or DEFAULT
         check_loss_reduction(loss_reduction)
         if process_group is not None:
             check_process_group(process_group)
@@ -145,7 +146,6 @@ class Consequentialism:
         self.model = model
         self.across_ranks = across_ranks
         self.at = at
-        self._damping = damping  # what applies once relative_damping is set to None
         self.loss_reduction = loss_reduction
         self.include = None if include is None else listed(include, "include")
         self.exclude = listed(exclude, "exclude")
@@ -397,28 +397,26 @@ class Consequentialism:
         return self._groups.optimizer
 
     @property
-    def damping(self) -> float:
-        """λ. Setting it changes all parameter groups that have no damping of their own."""
+    def damping(self) -> float | None:
+        """λ; None if it is relative. Setting it changes all parameter groups that have no damping of their own."""
         default = self._groups.default
-        return self._damping if default.relative else default.value
+        return None if default.relative else default.value
 
     @damping.setter
     def damping(self, damping: float) -> None:
-        self._change_default(damping, self.relative_damping)
+        check_damping(damping)
+        self._groups.change_default(Damping(float(damping)))
 
     @property
     def relative_damping(self) -> float | None:
-        """λ as a fraction of the inputs' mean squared norm; None if it is absolute. May be set, like ``damping``."""
+        """ρ of ``λ = ρ · trace(XXᵀ) / min(N, D)``; None if λ is absolute. May be set, like ``damping``."""
         default = self._groups.default
         return default.value if default.relative else None
 
     @relative_damping.setter
-    def relative_damping(self, relative_damping: float | None) -> None:
-        self._change_default(self.damping, relative_damping)
-
-    def _change_default(self, damping: float, relative_damping: float | None) -> None:
-        self._groups.change_default(_default_damping(damping, relative_damping))
-        self._damping = damping
+    def relative_damping(self, relative_damping: float) -> None:
+        check_damping(relative_damping, "relative_damping")
+        self._groups.change_default(Damping(float(relative_damping), relative=True))
 
     @property
     def check(self) -> bool:
@@ -499,6 +497,7 @@ class Consequentialism:
         """Settings and counters; the optimiser's own state, group dampings included, is in its own state dict."""
         reduction = None if callable(self.loss_reduction) else self.loss_reduction
         return {
+            "version": STATE_VERSION,
             "damping": self.damping,
             "relative_damping": self.relative_damping,
             "loss_reduction": reduction,
@@ -510,12 +509,12 @@ class Consequentialism:
         missing = {"damping", "relative_damping", "loss_reduction", "counters"} - set(state)
         if missing:
             raise ValueError(f"not a state dict of Consequentialism: {sorted(missing)} missing")
-        _default_damping(state["damping"], state["relative_damping"])  # raises before anything is changed
+        damping = _damping_of_state(state)  # raises before anything is changed
         counters = Counters(**state["counters"])
         if state["loss_reduction"] is not None:
             check_loss_reduction(state["loss_reduction"])
             self.loss_reduction = state["loss_reduction"]
-        self._change_default(state["damping"], state["relative_damping"])
+        self._groups.change_default(damping)
         self._reports.restore(counters)
 
 
@@ -524,8 +523,18 @@ def _is_sparse(layer: nn.Module) -> bool:
     return kind is not None and kind.is_sparse
 
 
-def _default_damping(damping: float, relative_damping: float | None) -> Damping:
-    check_damping(damping)
-    chosen = Damping.chosen(damping, relative_damping)
-    assert chosen is not None
+def _damping_of_state(state: dict[str, Any]) -> Damping:
+    """λ of a state dict. The first version had a relative one beside an absolute one, and in another unit."""
+    damping, relative = state["damping"], state["relative_damping"]
+    if state.get("version", 1) == 1 and relative is not None:
+        warnings.warn(
+            f"this state's relative_damping={relative!r} was meant as a fraction of the inputs' mean squared norm, "
+            "trace(XXᵀ)/N; now it is one of trace(XXᵀ)/min(N, D), which is more where a layer has more rows than "
+            "columns. It is taken as it is: set correction.relative_damping to what you want",
+            stacklevel=3,
+        )
+        damping = None
+    chosen = Damping.chosen(damping, relative)
+    if chosen is None:
+        raise ValueError("a state dict of Consequentialism has a damping or a relative_damping, this one has neither")
     return chosen

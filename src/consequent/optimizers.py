@@ -6,7 +6,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-from consequent.correction import DEFAULT_DAMPING, Consequentialism
+from consequent.correction import Consequentialism
+from consequent.maths.damping import DEFAULT, Damping
 from consequent.options.settings import Options
 
 __all__ = ["CSGD", "CAdam", "CAdamW", "CRMSprop"]
@@ -29,7 +30,7 @@ class _Consequentialist(Optimizer):
         model: nn.Module,
         params: Params | None = None,
         *,
-        damping: float = DEFAULT_DAMPING,
+        damping: float | None = None,
         **options: Any,
     ) -> None:
         self._damping = damping
@@ -49,8 +50,8 @@ class _Consequentialist(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its layers are corrected from the next forward pass on."""
         if not {"damping", "relative_damping"} & set(param_group):
-            relative = self._options.get("relative_damping")
-            param_group |= {"damping": self._damping} if relative is None else {"relative_damping": relative}
+            default = Damping.chosen(self._damping, self._options.get("relative_damping")) or DEFAULT
+            param_group["relative_damping" if default.relative else "damping"] = default.value
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

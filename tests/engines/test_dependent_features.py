@@ -13,7 +13,7 @@ import consequent
 from consequent.engines import step as rewrite
 from consequent.engines.gpu import kernels
 from consequent.engines.inverse_factor import inverse_factor
-from consequent.maths.damping import Damping
+from consequent.maths.damping import Damping, Level
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy in the interpreter, about NaN
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -28,7 +28,7 @@ def factorise(matrix, level, way):
         pytest.importorskip("triton")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "run_on", lambda device: way != TORCH)
-        return inverse_factor(matrix.to(DEVICE), level, largest_block=40 if way == BLOCKS else None)
+        return inverse_factor(matrix.to(DEVICE), Level(level), largest_block=40 if way == BLOCKS else None)
 
 
 def judge(inputs, level, way):
@@ -142,7 +142,7 @@ def test_float64_is_judged_by_its_own_rounding():
     inputs = dependent.of_rank(5, 300, 60).double()
     inputs[:, 5:] = inputs[:, :5] @ torch.randn(5, 55, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for level, rescued in ((1e-4, 0), (1e-14, 1)):
-        factor = inverse_factor(dependent.second_moment(inputs), level)
+        factor = inverse_factor(dependent.second_moment(inputs), Level(level))
         assert factor.status[2] == 1
         assert factor.is_rescued == rescued
         assert dependent.longest_step(inputs, factor.inverse) < 1 + 1e-6

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consequent.engines.inverse_factor import inverse_factor
+from consequent.maths.damping import Level
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else ["cpu"]
 
@@ -22,22 +23,22 @@ def moment(batch, size, rows, dtype=torch.float64, seed=0):
     rows=st.integers(1, 200),
     largest_block=st.integers(1, 70),
     level=st.sampled_from([1e-3, 0.5, 20.0]),
-    tensor=st.booleans(),
+    of_trace=st.booleans(),
 )
-def test_it_solves_what_torch_solves(batch, size, rows, largest_block, level, tensor):
+def test_it_solves_what_torch_solves(batch, size, rows, largest_block, level, of_trace):
     matrix = moment(batch, size, rows)
+    trace = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
     right = torch.randn(*batch, size, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    damped = matrix + level * torch.eye(size, dtype=torch.float64)
-    given_level = torch.full((*batch, 1, 1), level, dtype=torch.float64) if tensor else level
-    factor = inverse_factor(matrix, given_level, largest_block=largest_block)
+    levels = level * trace if of_trace else torch.full_like(trace, level)
+    damped = matrix + levels[..., None, None] * torch.eye(size, dtype=torch.float64)
+    factor = inverse_factor(matrix, Level(level, of_trace), largest_block=largest_block)
     solution, rescued, failures = factor.solve(right)
     residual = (damped @ solution - right).norm() / (torch.linalg.matrix_norm(damped).max() * solution.norm())
     assert residual < 1e-13 * size
     assert (rescued, failures) == (0, 0)
     assert torch.equal(factor.inverse, factor.inverse.tril())
-    trace = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
     assert torch.allclose(factor.status[..., 0], trace)
-    assert (factor.status[..., 1] == level).all()
+    assert torch.equal(factor.status[..., 1], levels)
     assert factor.status.shape == (*batch, 4)
 
 
@@ -47,7 +48,7 @@ def test_a_matrix_that_cannot_be_factorised_gives_the_shortened_gradient_and_lea
     good, bad = moment((), 64, 100), moment((), 64, 100)
     bad[place, place] = -1e3
     right = torch.randn(2, 64, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    factor = inverse_factor(torch.stack([good, bad]), 0.5, largest_block=largest_block)
+    factor = inverse_factor(torch.stack([good, bad]), Level(0.5), largest_block=largest_block)
     solution, rescued, failures = factor.solve(right)
     assert (rescued, failures) == (0, 1)
     identity = torch.eye(64, dtype=torch.float64)
@@ -65,7 +66,7 @@ def test_float32_is_as_accurate_as_a_triangular_solve(device, size, layers):
     expected = torch.linalg.solve(damped, right.double())
     by_torch = torch.cholesky_solve(right, torch.linalg.cholesky(damped.float()))
     blocks = None if device == "cuda" else 200
-    factor = inverse_factor(matrix.to(device), 0.1, largest_block=blocks)
+    factor = inverse_factor(matrix.to(device), Level(0.1), largest_block=blocks)
     solution, rescued, failures = factor.solve(right.to(device))
     assert (rescued, failures) == (0, 0)
     error, of_torch = ((each.cpu().double() - expected).norm() for each in (solution, by_torch))

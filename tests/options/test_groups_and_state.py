@@ -128,8 +128,8 @@ def test_counters_are_a_snapshot():
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("samples", [4, 30])
-def test_relative_damping_is_a_fraction_of_the_mean_squared_norm(samples, bias):
-    """λ = r · mean ‖x‖², the bias's constant 1 included, computed here without the reference's helper."""
+def test_relative_damping_is_a_fraction_of_the_mean_eigenvalue_at_full_rank(samples, bias):
+    """λ = ρ · trace(XXᵀ) / min(N, D), the bias's constant 1 included, computed here without the reference's helper."""
     torch.manual_seed(0)
     model = nn.Linear(6, 2, bias=bias).double()
     x = 3 * torch.randn(samples, 6, dtype=torch.float64)
@@ -139,7 +139,7 @@ def test_relative_damping_is_a_fraction_of_the_mean_squared_norm(samples, bias):
     (model(x) * output_grad).sum().backward()
     optimizer.step()
     X = torch.cat([x, torch.ones(samples, 1, dtype=torch.float64)], 1) if bias else x
-    level = 0.25 * X.square().sum(1).mean()
+    level = 0.25 * X.square().sum() / min(X.shape)
     expected = torch.linalg.solve(X.T @ X + level * torch.eye(X.shape[1], dtype=torch.float64), X.T @ output_grad).T
     torch.testing.assert_close(model.weight.grad, expected[:, :6])
     if bias:

@@ -31,7 +31,7 @@ class Grouped:
         groups: dict[tuple[int, bool, torch.dtype, Damping], list[tuple[Record, Rows]]] = {}
         for record, damping, _ in works:
             use = record.uses[0] if _is_usual(record) else None
-            if use is None or damping.value == 0 or damping.relative:
+            if use is None or damping.value == 0:
                 continue
             key = (use.rows, use.bias is not None, use.dtype, damping)
             groups.setdefault(key, []).append((record, rows_of(record)))
@@ -44,8 +44,10 @@ class Grouped:
                 _Member(*pair, factor) for pair, factor in zip(matrices, factors, strict=True) if factor is not None
             ]
             if members:
-                constant = torch.eye(count, dtype=dtype, device="cpu") * damping.value + float(has_bias)
-                solutions += _solutions_of_group(members, constant)
+                constant = torch.full((count, count), float(has_bias), dtype=dtype, device="cpu")
+                if not damping.relative:
+                    constant.diagonal().add_(damping.value)
+                solutions += _solutions_of_group(members, constant, damping if damping.relative else None)
         return solutions
 
 
@@ -73,18 +75,21 @@ def _is_usual(record: Record) -> bool:
     )
 
 
-def _solutions_of_group(members: list[_Member], constant: Tensor) -> list[Solution]:
+def _solutions_of_group(members: list[_Member], constant: Tensor, relative: Damping | None) -> list[Solution]:
     """Solve for members of one batch size.
 
     Args:
         members: the layers.
-        constant: what ``X Xᵀ`` of the features lacks: the ones of a bias, and λ on the diagonal.
+        constant: what ``X Xᵀ`` of the features lacks: the ones of a bias, and λ on the diagonal if it is absolute.
+        relative: λ if it is not.
     """
     damped = constant.new_empty(len(members), *constant.shape)
     for target, member in zip(damped.unbind(), members, strict=True):
         assert member.rows.features is not None
         X = member.rows.features[0]
         torch.addmm(constant, X, X.mT, out=target)
+        if relative is not None:
+            target.diagonal().add_(relative.level(*member.rows.size).at(target.trace()))
     factors, info = torch.linalg.cholesky_ex(damped)
     good = keeps_digits(damped, factors).logical_and_(info == 0).tolist()
     identity = torch.eye(len(constant), dtype=constant.dtype, device="cpu")

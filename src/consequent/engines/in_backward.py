@@ -198,7 +198,7 @@ def _differentiable(gathered: Gathered, damping: Damping, scale: float) -> Corre
     elif damping.value == 0:
         gradient = (torch.linalg.pinv(X) @ dZ).mT * scale
     else:
-        level = damping.absolute_for((X.mT @ X).detach(), X.shape[-2], X.shape[-1])
+        level = damping.level(X.shape[-2], X.shape[-1])((X.mT @ X).detach())
         gradient = solve_on(side, X, dZ, level) * scale
     return Corrected(_split(uses, biases, gradient), side, finite)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from consequent.engines.gpu import kernels
+from consequent.maths.damping import Level
 from consequent.maths.ridge import has_pivots, more_damped
 from consequent.maths.triangular_products import by_lower, by_transposed, lower_by, subtract_square
 
@@ -59,13 +60,13 @@ class InverseFactor:
 
 
 def inverse_factor(
-    matrix: Tensor, level: float | Tensor, *, largest_block: int | None = None, overwrite: bool = False
+    matrix: Tensor, level: Level, *, largest_block: int | None = None, overwrite: bool = False
 ) -> InverseFactor:
     """The inverse Cholesky factor of ``matrix + λI``. Never waits for the device, and may be in a CUDA graph.
 
     Args:
         matrix: ``[..., n, n]``, symmetric positive semi-definite, float32 or float64.
-        level: λ, a number or a tensor that broadcasts with ``[..., 1, 1]``.
+        level: λ.
         largest_block: that is factorised in one go (default: what is fastest on the device).
         overwrite: whether the matrix may be, which saves memory.
     """
@@ -74,11 +75,11 @@ def inverse_factor(
     by_kernel = matrix.dtype == torch.float32 and kernels.run_on(matrix.device) and matrix.numel() > 0
     if largest_block is None:
         largest_block = _LARGEST_BLOCK if by_kernel and size > _largest_by_kernel() else size
-    if by_kernel and size <= largest_block and not isinstance(level, Tensor):
+    if by_kernel and size <= largest_block:
         inverse, status = _by_kernel(matrices, level)
         return InverseFactor(inverse.view(matrix.shape), status.view(*batch, 4))
     trace = matrices.diagonal(dim1=-2, dim2=-1).sum(-1)
-    levels = level.expand(*batch, 1, 1).reshape(-1) if isinstance(level, Tensor) else torch.full_like(trace, level)
+    levels = level.at(trace)
     damped = matrices if overwrite else matrices.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(levels[:, None])
     diagonal = damped.diagonal(dim1=-2, dim2=-1)
@@ -132,10 +133,10 @@ def _part_by_kernel(damped: Tensor, diagonal: Tensor) -> _Factorised:
     return inverse, status[:, 2] > 0, status[:, 3]
 
 
-def _by_kernel(matrices: Tensor, level: float) -> tuple[Tensor, Tensor]:
+def _by_kernel(matrices: Tensor, level: Level) -> tuple[Tensor, Tensor]:
     from consequent.engines.gpu.kernels.factor import inverse_factor as factorise
 
-    return factorise(matrices, level)
+    return factorise(matrices, level.value, of_trace=level.of_trace)
 
 
 def _largest_by_kernel() -> int:

@@ -117,8 +117,8 @@ def _apart(record: Record, damping: Damping, trace: Tensor, *, may_wait: bool) -
         others = others.to(dtype) * factor
     if transposed is not None and record.transposed is not None:
         transposed = transposed.to(dtype) * factor
-        level = damping.absolute(trace, record.rows, record.columns)
-        bound = (trace[:, None, None] + record.transposed + level).clamp(min=torch.finfo(dtype).tiny)
+        level = damping.level(record.rows, record.columns).at(trace)
+        bound = ((trace + level)[:, None, None] + record.transposed).clamp(min=torch.finfo(dtype).tiny)
         shortened = transposed / bound
     parts = [part for part in (others, transposed) if part is not None]
     return _Apart(parts[0] if len(parts) == 1 else parts[0] + parts[1], others, shortened)
@@ -199,6 +199,6 @@ def _shortened(record: Record, rows: Rows, damping: Damping) -> Solution:
     """
     gram = rows.gram()
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    level = damping.absolute_for(gram, *rows.size)
+    level = damping.level(*rows.size)(gram)
     gradient = gradient_matrix(record).to(gram.dtype) / (trace + level).clamp(min=torch.finfo(gram.dtype).tiny)
     return Solution(record, "samples", bool(gradient.sum().isfinite()), gradient, edited=True)

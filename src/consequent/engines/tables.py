@@ -69,8 +69,8 @@ def divided_by_counts(operation: Any, gradient: Tensor, counts: Tensor, rows: in
         rows: of X.
         damping: λ.
     """
-    level = damping.absolute(counts.sum(), rows, counts.shape[0])
-    corrected: Tensor = operation.corrected(gradient, counts, level.squeeze() if isinstance(level, Tensor) else level)
+    level = damping.level(rows, counts.shape[0]).at(counts.sum())
+    corrected: Tensor = operation.corrected(gradient, counts, level)
     return corrected
 
 
@@ -89,8 +89,7 @@ def coefficients_of_bags(
     right = at_least_float32(output_grads)[None].to(gram.dtype)
     if damping.value == 0:
         return (torch.linalg.pinv(gram, hermitian=True) @ right)[0], 0, 0
-    level = damping.absolute_for(gram, *rows.shape)
-    solved = damped_solve_or_fall_back(gram, right, level)
+    solved = damped_solve_or_fall_back(gram, right, damping.level(*rows.shape)(gram))
     return solved.solution[0], solved.rescued, solved.fallen_back
 
 

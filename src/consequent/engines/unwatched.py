@@ -40,7 +40,7 @@ class Unwatched:
 
 def _solutions_of_group(members: list[tuple[Record, Rows]], damping: Damping) -> list[Solution]:
     grams = torch.stack([rows.gram() for _, rows in members])
-    solver = inverse_factor(grams, damping.absolute_for(grams, *members[0][1].size))
+    solver = inverse_factor(grams, damping.level(*members[0][1].size))
     factors, edited, found = factors_on_device(members)
     trace, level, is_good, _ = solver.status.unbind(-1)  # [members, groups]
     plain = edited[:, None] | (is_good == 0)

@@ -9,15 +9,41 @@ from consequent.maths.checks import check_damping
 
 
 @dataclass(frozen=True)
+class Level:
+    """What is added to the diagonal of one Gram matrix or second moment.
+
+    Attributes:
+        value: λ itself, or a fraction of the matrix's trace.
+        of_trace: whether it is the latter. A matrix of zeros gets 1 then.
+    """
+
+    value: float
+    of_trace: bool = False
+
+    def __call__(self, matrix: Tensor) -> float | Tensor:
+        """λ for a matrix ``[..., n, n]``: a number, or a tensor that broadcasts with it."""
+        return self.at(matrix.diagonal(dim1=-2, dim2=-1).sum(-1))[..., None, None] if self.of_trace else self.value
+
+    def at(self, trace: Tensor) -> Tensor:
+        """λ for matrices of these traces, in their shape."""
+        return torch.where(trace > 0, self.value * trace, 1) if self.of_trace else torch.full_like(trace, self.value)
+
+
+@dataclass(frozen=True)
 class Damping:
-    """λ: absolute, or a fraction of the mean squared norm of the inputs (the mean diagonal of ``XᵀX``)."""
+    """λ as a user gives it: absolute, or relative to the mean eigenvalue that the inputs would have at full rank."""
 
     value: float
     relative: bool = False
 
     @classmethod
     def chosen(cls, damping: float | None, relative_damping: float | None, where: str = "") -> "Damping | None":
-        """The damping that a user named; the relative one if both are given, None if neither is."""
+        """The damping that a user named; None if neither is given."""
+        if damping is not None and relative_damping is not None:
+            raise ValueError(
+                f"damping={damping!r} and relative_damping={relative_damping!r}{where}: give one, λ itself or a "
+                "fraction of the inputs' mean eigenvalue"
+            )
         if relative_damping is not None:
             check_damping(relative_damping, "relative_damping", where)
             return cls(float(relative_damping), relative=True)
@@ -26,26 +52,19 @@ class Damping:
             return cls(float(damping))
         return None
 
-    def absolute(self, trace: Tensor, rows: int, columns: int) -> float | Tensor:
-        """λ for a Gram matrix of the given trace. For a matrix of zeros any relative λ would be 0: it is 1 then.
+    def level(self, rows: int, columns: int) -> Level:
+        """λ for inputs of this shape: ``ρ · trace(XXᵀ) / min(N, D)`` if it is relative.
 
         Args:
-            trace: ``[...]``, the inputs' squared norms added up.
-            rows: of the input matrix.
-            columns: of it, those of biases included.
-
-        Returns:
-            a number, or a tensor that broadcasts with ``[..., n, n]``.
+            rows: N, of all uses, micro-batches and ranks together.
+            columns: D, those of biases included.
         """
         if not self.relative or self.value == 0:
-            return self.value
-        return torch.where(trace > 0, self.value / max(rows, 1) * trace, 1)[..., None, None]
-
-    def absolute_for(self, matrix: Tensor, rows: int, columns: int) -> float | Tensor:
-        """The same for a Gram matrix (``[..., n, n]``), whose trace is asked for only if that matters."""
-        if not self.relative:
-            return self.value
-        return self.absolute(matrix.diagonal(dim1=-2, dim2=-1).sum(-1), rows, columns)
+            return Level(self.value)
+        return Level(self.value / max(min(rows, columns), 1), of_trace=True)
 
     def __str__(self) -> str:
         return f"{'relative_' if self.relative else ''}damping={self.value:g}"
+
+
+DEFAULT = Damping(0.1, relative=True)  # chosen by benchmarks/defaults.py

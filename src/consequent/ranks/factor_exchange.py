@@ -102,11 +102,11 @@ class FactorExchange:
     def _answer(self, job: Job) -> tuple[Tensor, Tensor]:
         """What goes back: a triangle and the status."""
         moment = unpacked(job.triangle, job.record.columns)
-        level = job.damping.absolute_for(moment, job.rows, moment.shape[-1])
+        level = job.damping.level(job.rows, moment.shape[-1])
         if not self._may_wait(moment):
             factor = inverse_factor(moment, level)
             return packed(factor.inverse), factor.status
-        cholesky = quick_cholesky(moment, level, with_digits=False)
+        cholesky = quick_cholesky(moment, level(moment), with_digits=False)
         if cholesky is None:
             return job.triangle, moment.new_full((job.groups, _STATUS), _IS_MOMENT)
         return packed(cholesky), moment.new_full((job.groups, _STATUS), _IS_CHOLESKY)

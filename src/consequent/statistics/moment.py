@@ -97,17 +97,18 @@ def solve_with_moment(
     finite = (trace.sum() + gradient.sum()).isfinite()
     if may_wait and not finite:
         return Solved(gradient, False)
-    level = damping.absolute(trace, rows, moment.shape[-1])
+    level = damping.level(rows, moment.shape[-1])
     if damping.value == 0:
         pseudo_inverse = torch.linalg.pinv(moment.double(), hermitian=True)
         return Solved((gradient.double() @ pseudo_inverse).to(gradient.dtype), finite)
     if not may_wait:
         solution, rescued, fallen_back = (factor or inverse_factor(moment, level)).solve(gradient.mT)
         return Solved(solution.mT, finite & solution.sum().isfinite(), rescued, fallen_back)
-    quick = quick_solve(moment, gradient.mT, level, with_digits=False)
+    added = level(moment)
+    quick = quick_solve(moment, gradient.mT, added, with_digits=False)
     if quick is not None:
         return Solved(quick.mT, math.isfinite(quick.sum().item()))
-    moment.diagonal(dim1=-2, dim2=-1).sub_(level[..., 0] if isinstance(level, Tensor) else level)
-    careful = damped_solve_or_fall_back(moment, gradient.mT, level)
+    moment.diagonal(dim1=-2, dim2=-1).sub_(added[..., 0] if isinstance(added, Tensor) else added)
+    careful = damped_solve_or_fall_back(moment, gradient.mT, added)
     is_finite = bool(finite & careful.solution.sum().isfinite())
     return Solved(careful.solution.mT, is_finite, careful.rescued, careful.fallen_back)

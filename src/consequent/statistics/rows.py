@@ -12,7 +12,7 @@ from consequent.capture.use import Use
 from consequent.engines.inverse_factor import inverse_factor
 from consequent.layers import Operation
 from consequent.layers.operation import at_least_float32
-from consequent.maths.damping import Damping
+from consequent.maths.damping import Damping, Level
 from consequent.maths.ridge import damped_solve_or_fall_back, quick_solve
 
 
@@ -139,17 +139,17 @@ class Rows:
             may_wait: whether the host may wait for the device to look at a result.
         """
         gram, dZ = self.gram(), self.output_grads
-        level = damping.absolute_for(gram, *self.size)
+        level = damping.level(*self.size)
         if not may_wait:
             return self._solve_unseen(gram, level)
-        trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-        values = quick_solve(gram, dZ, level, with_digits=True)
+        trace, added = gram.diagonal(dim1=-2, dim2=-1).sum(-1), level(gram)
+        values = quick_solve(gram, dZ, added, with_digits=True)
         rescued = fallen_back = 0
         if values is None:
             if not trace.isfinite().all():
                 return Coefficients(None, False)
             exact = self.double()  # the rows are still there: in float64 the answer is free of float32's rounding
-            values, rescued, fallen_back = damped_solve_or_fall_back(exact.gram(), exact.output_grads, level)
+            values, rescued, fallen_back = damped_solve_or_fall_back(exact.gram(), exact.output_grads, added)
             self.captured, self.output_grads = exact.captured, exact.output_grads
             self.__dict__.pop("features", None)
             self.__dict__.pop("ones", None)
@@ -157,7 +157,7 @@ class Rows:
                 rescued = len(gram) - fallen_back
         return Coefficients(values, math.isfinite(values.sum().item()), rescued, fallen_back)
 
-    def _solve_unseen(self, gram: Tensor, level: float | Tensor) -> Coefficients:
+    def _solve_unseen(self, gram: Tensor, level: Level) -> Coefficients:
         factor = inverse_factor(gram, level)
         trace, levels, is_good, _ = factor.status.unbind(-1)
         values = factor.inverse.mT @ (factor.inverse @ self.output_grads)

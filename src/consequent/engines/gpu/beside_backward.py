@@ -286,12 +286,12 @@ def _reduced(
     if not factorises:
         return tuple(moments.unbind())
     if factorising is None:
-        factors = inverse_factor(moments, task.damping.absolute_for(moments, record.rows, record.columns))
+        factors = inverse_factor(moments, task.damping.level(record.rows, record.columns))
     else:
         factorising.wait_stream(torch.cuda.current_stream())
         moments.record_stream(factorising)
         with switched_to(factorising):
-            factors = inverse_factor(moments, task.damping.absolute_for(moments, record.rows, record.columns))
+            factors = inverse_factor(moments, task.damping.level(record.rows, record.columns))
     parts = zip(moments.unbind(), factors.inverse.unbind(), factors.status.unbind(), strict=True)
     return tuple([tensor for part in parts for tensor in part])
 
@@ -300,7 +300,7 @@ def _reduced(
 def _factorised(moments: list[Tensor], damping: Damping, rows: int) -> tuple[Tensor, ...]:
     """The inverse factor and the status of each moment, all of one size and, if λ is relative, of as many rows."""
     together = torch.stack(moments)
-    factors = inverse_factor(together, damping.absolute_for(together, rows, together.shape[-1]), overwrite=True)
+    factors = inverse_factor(together, damping.level(rows, together.shape[-1]), overwrite=True)
     parts = zip(factors.inverse.unbind(), factors.status.unbind(), strict=True)
     return tuple([tensor for part in parts for tensor in part])
 

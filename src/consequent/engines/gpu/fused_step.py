@@ -76,7 +76,8 @@ class FusedStep:
         if inputs.dtype != torch.float32 or output_grad.dtype != torch.float32:
             return False
         X, dZ = (_rows(matrix) for matrix in (inputs, output_grad))
-        layer = DenseLayer(X, dZ, weight_grad, bias_grad, damping.value, damping.relative, scale, rounding(record))
+        level = damping.level(record.rows, record.columns)
+        layer = DenseLayer(X, dZ, weight_grad, bias_grad, level.value, level.of_trace, scale, rounding(record))
         self._dense.append(layer)
         self._inputs_there.append(use.inputs_there if X.data_ptr() == inputs.data_ptr() else None)
         self._output_grads_there.append(use.output_grad_there if dZ.data_ptr() == output_grad.data_ptr() else None)

@@ -11,14 +11,14 @@ TOLERANCE = 1e-4
 
 
 def make_layer(
-    rows, features, outputs, *, bias=True, damping=0.1, relative=False, scale=3.0, factor=1.0, seed=0
+    rows, features, outputs, *, bias=True, damping=0.1, of_trace=False, scale=3.0, factor=1.0, seed=0
 ) -> DenseLayer:
     generator = torch.Generator().manual_seed(seed)
     X = torch.randn(rows, features, generator=generator).to(DEVICE)
     dZ = torch.randn(rows, outputs, generator=generator).to(DEVICE)
     weight_grad = factor * (dZ.double().mT @ X.double()).float()
     bias_grad = factor * dZ.sum(0) if bias else None
-    return DenseLayer(X, dZ, weight_grad, bias_grad, damping, relative, scale, TOLERANCE)
+    return DenseLayer(X, dZ, weight_grad, bias_grad, damping, of_trace, scale, TOLERANCE)
 
 
 def with_ones(layer):
@@ -29,7 +29,7 @@ def with_ones(layer):
 def gram_and_level(layer):
     X = with_ones(layer)
     gram = X @ X.mT
-    return gram, layer.damping / len(X) * gram.trace().item() if layer.relative else layer.damping
+    return gram, layer.damping * gram.trace().item() if layer.of_trace else layer.damping
 
 
 def reference(layer, factor=1.0):
@@ -155,7 +155,7 @@ def test_a_gradient_of_zeros_gives_zeros():
 
 
 def test_inputs_of_zeros_under_relative_damping():
-    layer = make_layer(8, 50, 40, bias=False, relative=True)
+    layer = make_layer(8, 50, 40, bias=False, of_trace=True)
     layer.inputs.zero_()
     layer.weight_grad.zero_()
     assert rewrite([layer]) == (0, [0, 0, 0, 0, 0])

@@ -132,12 +132,12 @@ def test_large_factor_of_three_tiles():
 
 def test_relative_damping():
     moment = moment_of(33, 1e3)
-    W, status = inverse_factor(moment, 0.1, rows=40)
+    W, status = inverse_factor(moment, 0.1 / 40, of_trace=True)
     check_factor(moment, W, status, 0.1 / 40 * moment.trace().item())
 
 
 def test_relative_damping_of_nothing_is_one():
-    W, status = inverse_factor(torch.zeros(5, 5, device=DEVICE), 0.1, rows=40)
+    W, status = inverse_factor(torch.zeros(5, 5, device=DEVICE), 0.1 / 5, of_trace=True)
     assert torch.equal(W.cpu(), torch.eye(5))
     assert status.tolist() == [0, 1, 1, 0]
 

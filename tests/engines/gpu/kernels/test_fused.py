@@ -60,8 +60,8 @@ def corrected_together(model, damping, *, change=None, bad=None, keeps_moment=Tr
     records = correction._at_step.filled_records()
     for record in records:
         if record.moment is not None and record.factor is None:
-            rows = record.rows if damping.relative else None
-            inverse, status = inverse_factor(record.moment, damping.value, rows=rows)
+            level = damping.level(record.rows, record.columns)
+            inverse, status = inverse_factor(record.moment, level.value, of_trace=level.of_trace)
             record.factor = damping, InverseFactor(inverse, status)
             record.moment = record.moment if keeps_moment else None
         assert fused.take(record, damping, 8.0)

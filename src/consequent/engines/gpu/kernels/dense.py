@@ -75,8 +75,8 @@ class DenseLayer(NamedTuple):
     output_grads: Tensor  # ΔZ: [N, O], the columns side by side in memory
     weight_grad: Tensor  # [O, D], contiguous
     bias_grad: Tensor | None  # [O], contiguous
-    damping: float  # λ
-    relative: bool  # whether λ is a fraction of the mean squared norm of the inputs
+    damping: float  # λ, or a fraction of the trace of ``X Xᵀ``
+    of_trace: bool  # whether it is the latter
     scale: float  # s, what the loss was divided by
     tolerance: float  # how far the gradient may be from c ΔZᵀX by rounding, in units of ``‖ΔZ u‖ ‖X v‖``
 
@@ -194,7 +194,7 @@ def _table_of(layers: Sequence[DenseLayer], block_rows: int) -> tuple[list[int],
             0 if layer.bias_grad is None else layer.bias_grad.data_ptr(),
             int_pair(rows, features),
             int_pair(outputs, input_stride),
-            int_pair(layer.output_grads.stride(0), layer.relative),
+            int_pair(layer.output_grads.stride(0), layer.of_trace),
             float_pair(layer.damping, layer.scale),
             float_pair(layer.tolerance, 0.0),
             end,
@@ -346,7 +346,7 @@ def _factor(table, scratch, flags, BLOCK_N: tl.constexpr):
     on_diagonal = n[:, None] == n[None, :]
     trace = tl.sum(tl.sum(tl.where(on_diagonal, gram, 0.0), 1), 0)
     damping = low_float(tl.load(entry + 7))
-    relative = tl.where(trace > 0, damping / rows.to(tl.float32) * trace, 1.0)
+    relative = tl.where(trace > 0, damping * trace, 1.0)
     level = tl.where((high_int(more) != 0) & (damping > 0), relative, damping)
     K = gram + tl.where(on_diagonal, tl.where((n < rows)[:, None], level, 1.0), 0.0)
     V, pivots, ok = _factorised(K, BLOCK_N)

@@ -46,7 +46,7 @@ _TILE = 32  # features eliminated per step
 FLOOR, LOST = PIVOT_FLOOR, LOST_PIVOT
 
 
-def inverse_factor(moment: Tensor, damping: float, *, rows: int | None = None) -> tuple[Tensor, Tensor]:
+def inverse_factor(moment: Tensor, damping: float, *, of_trace: bool = False) -> tuple[Tensor, Tensor]:
     """``W = L⁻¹`` of ``moment + level·I = L Lᵀ``, as accurate as float32 allows.
 
     Never waits for the device, and may be captured in a CUDA graph.
@@ -54,8 +54,8 @@ def inverse_factor(moment: Tensor, damping: float, *, rows: int | None = None) -
     Args:
         moment: ``[D, D]`` or ``[groups, D, D]``, float32, symmetric positive semi-definite. D is at most
             :data:`LARGEST`.
-        damping: λ, absolute. With ``rows`` it is relative: a fraction of the mean diagonal of the rows' Gram matrix.
-        rows: how many rows the moment was summed over.
+        damping: λ, or a fraction of the moment's trace.
+        of_trace: whether it is the latter; then a moment of zeros gets 1.
 
     Returns:
         ``W``, shaped like the moment, lower triangular with zeros above; and the status ``[4]`` (``[groups, 4]``):
@@ -71,7 +71,7 @@ def inverse_factor(moment: Tensor, damping: float, *, rows: int | None = None) -
         TypeError: for a moment that is not float32.
     """
     _check_moment(moment)
-    return factor_by(plan_team(moment), moment, damping, rows=rows)
+    return factor_by(plan_team(moment), moment, damping, of_trace=of_trace)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def factor_by(
     moment: Tensor,
     damping: float,
     *,
-    rows: int | None = None,
+    of_trace: bool = False,
     diagonal: Tensor | None = None,
     floor: float = FLOOR,
 ) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ def factor_by(
         team: how the work is cut up.
         moment: as there.
         damping: as there.
-        rows: as there.
+        of_trace: as there.
         diagonal: ``[D]`` or ``[groups, D]``, float32: that of the whole damped matrix, where the moment is what is left
             of a part of it; pivots are judged by it. By default the moment's own, damped.
         floor: fraction of the diagonal below which pivots are raised.
@@ -136,9 +136,9 @@ def factor_by(
             (count * team.members,),
             (
                 *(moment, diagonal, inverse, status, scratch, arrivals, *steps, size, tiles, team.members),
-                damping if rows is None else damping / max(rows, 1),
+                damping,
             ),
-            (rows is not None, _TILE, team.chunk, team.members == 1, LARGEST, floor, LOST),
+            (of_trace, _TILE, team.chunk, team.members == 1, LARGEST, floor, LOST),
             num_warps=team.warps,
             num_stages=1,
         )
