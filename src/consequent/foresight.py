@@ -91,7 +91,7 @@ class Watch:
         for record in records:
             for parameter in (record.weight, *record.biases):
                 self.before[parameter] = parameter.detach().clone()
-            uses = [*record.reduced, *record.uses]
+            uses = list(record.uses)
             scale = divisor * learning_rate_of(record.first_use.key) * _scale_of_grad(uses)
             for use in uses:
                 assert use.output_grad is not None

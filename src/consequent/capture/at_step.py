@@ -21,6 +21,7 @@ from consequent.capture.use import Entry, Use
 from consequent.engines.gpu.beside_backward import Ahead
 from consequent.maths.damping import Damping
 from consequent.ranks.sharded_tensors import is_sharded
+from consequent.statistics.rows import Rows
 
 
 class StepCorrector:
@@ -69,11 +70,12 @@ class StepCorrector:
         if not record.is_empty:
             self._ahead.join_on(output_grad.device)  # an earlier use may be waiting to be reduced, or being reduced
         record.add(use, inputs, output_grad)
-        if use.operation.is_diagonal:
-            record.count()
+        if not isinstance(record.statistic, Rows):
+            if not self._keep_rows:
+                use.let_go()
             return
         damping = self._damping_of(use.key)
-        if not record.uses or record.rows < record.columns or damping.value == 0 or record.keeps_inputs:
+        if record.rows < record.columns or damping.value == 0 or record.keeps_inputs:
             return
         if not self._keep_rows and self._ahead.takes(record):
             self._ahead.add(record, damping)
@@ -84,7 +86,7 @@ class StepCorrector:
         """The weight acts in ``Wᵀ ΔZ``, too."""
         record = self._record_of(use.weight, use.key.grad)
         record.note_pass(use, backward_pass_id())
-        record.add_transposed(use.operation, output_grad, weight_grad)
+        record.beside.add_transposed(use.operation, output_grad, weight_grad)
 
     def gradient_returned(self, use: Use, parameter: Tensor, gradient: Tensor, node: Node | None) -> None:
         """Note what goes to the parameter's accumulator from its uses: what else comes there is told apart."""
@@ -118,7 +120,7 @@ class StepCorrector:
             returned.compare(gradient)
         elif not gradient.is_sparse and will_run(accumulator_of(parameter)):
             record = self._record_of(self._weight_of[parameter], parameter.grad)
-            record.add_other(parameter, gradient.detach().clone())
+            record.beside.add_other(parameter, gradient.detach().clone())
 
     def _record_of(self, weight: Tensor, grad: Tensor | None) -> Record:
         """The weight's record in the running pass.
@@ -236,4 +238,4 @@ class _Returned:
         rest = arrived.detach() - expected
         if not rest.is_cuda and not bool(rest.any()):
             return
-        self._record.add_other(self._parameter, rest)
+        self._record.beside.add_other(self._parameter, rest)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from consequent.maths.probes import random_numbers
-from consequent.statistics.rows import Rows
+from consequent.statistics.row_matrices import RowMatrices
 
 if TYPE_CHECKING:
     from consequent.capture.records import Record
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _ROUNDINGS = 32
 
 
-def factors_of_gradients(members: "list[tuple[Record, Rows]]") -> list[float | Tensor | None]:
+def factors_of_gradients(members: "list[tuple[Record, RowMatrices]]") -> list[float | Tensor | None]:
     """The scalars c with ``.grad = c ΔZᵀX``, for records with as many rows each; None where there is none.
 
     Where c is not 1, ΔZ is brought to a usual size first, and c belongs to that: the scale of a GradScaler can be so
@@ -39,7 +39,7 @@ def factors_of_gradients(members: "list[tuple[Record, Rows]]") -> list[float | T
     return factors
 
 
-def factors_on_device(members: "list[tuple[Record, Rows]]") -> tuple[Tensor, Tensor, Tensor]:
+def factors_on_device(members: "list[tuple[Record, RowMatrices]]") -> tuple[Tensor, Tensor, Tensor]:
     """The same without looking.
 
     Returns:
@@ -53,7 +53,7 @@ def factors_on_device(members: "list[tuple[Record, Rows]]") -> tuple[Tensor, Ten
     return (factors / unit)[:, 0, 0], edited, found.sum((-2, -1))
 
 
-def _factor_of(record: "Record", rows: Rows, size: Tensor, tolerance: float) -> Tensor | None:
+def _factor_of(record: "Record", rows: RowMatrices, size: Tensor, tolerance: float) -> Tensor | None:
     """The c of one record, whose ΔZ was divided by ``size``."""
     from consequent.statistics.gradients import gradient_matrix
 
@@ -106,7 +106,7 @@ def rounding(record: "Record") -> float:
     return 2 * torch.finfo(dtype).eps
 
 
-def _probe(members: "list[tuple[Record, Rows]]") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _probe(members: "list[tuple[Record, RowMatrices]]") -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``u G v`` and ``(u ΔZᵀ) · (v Xᵀ)`` for a few random u and v, which agree if ``G = ΔZᵀX``, and sizes for rounding.
 
     Each is ``[members, groups, probes]``. G is read once, while computing ``ΔZᵀX`` again would cost as much as
@@ -132,7 +132,7 @@ def _probe(members: "list[tuple[Record, Rows]]") -> tuple[Tensor, Tensor, Tensor
     return found, expected, sizes, unit
 
 
-def _products(record: "Record", rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _products(record: "Record", rows: RowMatrices) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """``u ΔZᵀ`` and ``v Xᵀ``, ``[groups, probes, rows]``, and ``u G v`` and ``u R v``, ``[groups, probes]``.
 
     R is what came to the gradient otherwise than from the rows, None if that is nothing. The columns of the biases,
@@ -146,7 +146,7 @@ def _products(record: "Record", rows: Rows) -> tuple[Tensor, Tensor, Tensor, Ten
         v = _numbers(X.shape[-1], X, 1)
         right = _times_transposed(v, X)
         found = _times_transposed(v, record.operation.weight_matrix(record.weight.grad).to(X.dtype))
-        for other in (record.others.get(record.weight), record.from_transposed):
+        for other in (record.beside.others.get(record.weight), record.beside.from_transposed):
             if other is not None:
                 others = _plus(others, _times_transposed(v, record.operation.weight_matrix(other).to(X.dtype)))
     else:
@@ -161,8 +161,8 @@ def _products(record: "Record", rows: Rows) -> tuple[Tensor, Tensor, Tensor, Ten
             number = _numbers(place + 1, dZ, 2)[:, -1:]
             column, ones = column * number, ones * number
         found, right = found + column, right + ones
-        if bias in record.others:
-            others = _plus(others, record.others[bias].view(len(dZ), 1, -1).to(dZ.dtype) * number)
+        if bias in record.beside.others:
+            others = _plus(others, record.beside.others[bias].view(len(dZ), 1, -1).to(dZ.dtype) * number)
     return left, right, (found * u).sum(-1), None if others is None else (others * u).sum(-1)
 
 

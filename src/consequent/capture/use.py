@@ -103,6 +103,10 @@ class Use:
             self.inputs, self.inputs_version = inputs.detach(), version_of(inputs)
         self.output_grad = output_grad.detach()
 
+    def let_go(self) -> None:
+        """Inputs and output gradients are not needed any more."""
+        self.inputs = self.output_grad = None
+
     def refuse_overwritten_inputs(self) -> None:
         """Raise if somebody wrote to the inputs since the backward pass: the correction still needs them."""
         if self.inputs is not None and version_of(self.inputs) != self.inputs_version:

@@ -14,11 +14,12 @@ from torch import Tensor
 from consequent.capture.edits import factors_of_gradients
 from consequent.capture.records import Record
 from consequent.capture.torch_internals import answers_at_once
-from consequent.engines.plain import rows_of
-from consequent.engines.solution import Solution, Work
+from consequent.engines.engine import Work
 from consequent.maths.damping import Damping
 from consequent.maths.ridge import keeps_digits
+from consequent.statistics.row_matrices import RowMatrices
 from consequent.statistics.rows import Rows
+from consequent.statistics.solution import Solution
 
 FEWEST = 2  # layers; one alone gains nothing
 
@@ -28,13 +29,14 @@ class Grouped:
 
     def solve(self, works: Sequence[Work]) -> list[Solution]:
         """Solutions for those of the works that are the usual case."""
-        groups: dict[tuple[int, bool, torch.dtype, Damping], list[tuple[Record, Rows]]] = {}
+        groups: dict[tuple[int, bool, torch.dtype, Damping], list[tuple[Record, RowMatrices]]] = {}
         for record, damping, _ in works:
-            use = record.uses[0] if _is_usual(record) else None
-            if use is None or damping.value == 0:
+            rows = record.statistic
+            if not isinstance(rows, Rows) or not _is_usual(record) or damping.value == 0:
                 continue
+            use = record.first_use
             key = (use.rows, use.bias is not None, use.dtype, damping)
-            groups.setdefault(key, []).append((record, rows_of(record)))
+            groups.setdefault(key, []).append((record, rows.matrices()))
         solutions = []
         for (count, has_bias, dtype, damping), matrices in groups.items():
             if len(matrices) < FEWEST:
@@ -55,12 +57,12 @@ class _Member(NamedTuple):
     """A layer of a group."""
 
     record: Record
-    rows: Rows
+    rows: RowMatrices
     factor: float | Tensor  # by which its gradient differs from ΔZᵀX
 
 
 def _is_usual(record: Record) -> bool:
-    if len(record.uses) != 1 or record.is_reduced or record.others or record.transposed is not None:
+    if len(record.uses) != 1 or record.beside:
         return False
     use = record.uses[0]
     return (

@@ -8,13 +8,13 @@ from torch import Tensor
 from consequent.capture.at_backward import Gathered
 from consequent.capture.torch_internals import answers_at_once
 from consequent.capture.use import Use
-from consequent.engines.tables import coefficients_of_bags, divided_by_counts
 from consequent.layers.embedding import Embedding, EmbeddingBag
 from consequent.maths.damping import Damping
 from consequent.maths.precision import in_full_precision
 from consequent.maths.ridge import solve_on
 from consequent.statistics.moment import moment_of, solve_with_moment
-from consequent.statistics.rows import Rows
+from consequent.statistics.row_matrices import RowMatrices
+from consequent.statistics.tables import coefficients_of_bags, divided_by_counts
 
 
 class Corrected(NamedTuple):
@@ -68,7 +68,7 @@ def corrected_in_backward(gathered: Gathered, damping: Damping, scale: float, *,
         corrected = _by_moment(gathered, uses, biases, damping, scale, may_wait=may_wait)
     _add_arrived(corrected.gradients, gathered, damping, scale)
     for use in uses:
-        use.inputs = use.output_grad = None
+        use.let_go()
     return corrected
 
 
@@ -131,7 +131,7 @@ def _of_table(gathered: Gathered, damping: Damping, scale: float) -> Corrected:
 
 def _by_rows(uses: list[Use], biases: list[Tensor], damping: Damping, scale: float, *, may_wait: bool) -> Corrected:
     """New gradients on the sample side."""
-    rows = Rows(uses, biases, with_features=uses[0].trains_weight)
+    rows = RowMatrices(uses, biases, with_features=uses[0].trains_weight)
     if damping.value == 0:
         X, dZ = rows.whole(), rows.output_grads
         finite = (X.sum() + dZ.sum()).isfinite()

@@ -10,11 +10,10 @@ from consequent.capture.at_step import StepCorrector
 from consequent.capture.capture import Capture
 from consequent.capture.records import Record
 from consequent.capture.torch_internals import answers_at_once, graph_is_being_captured
+from consequent.engines.engine import Engine, Work
 from consequent.engines.gpu.fused_step import FusedStep, fused_step_for
 from consequent.engines.grouped import Grouped
 from consequent.engines.plain import Plain
-from consequent.engines.solution import Engine, Solution, Work
-from consequent.engines.tables import Tables
 from consequent.engines.unwatched import Unwatched
 from consequent.foresight import Foresight, Watch
 from consequent.maths.damping import Damping
@@ -31,9 +30,10 @@ from consequent.reports.guards import (
     uncaptured_layers,
 )
 from consequent.reports.reports import Reports, shown
+from consequent.statistics.solution import Solution
 
 # Each work goes to the first engine that takes it. (The GPU's kernels come before all of them: they write, too.)
-ENGINES: tuple[Engine, ...] = (Tables(), Grouped(), Unwatched(), Plain())
+ENGINES: tuple[Engine, ...] = (Grouped(), Unwatched(), Plain())
 
 
 class Rewriter:

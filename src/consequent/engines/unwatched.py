@@ -10,11 +10,12 @@ import torch
 
 from consequent.capture.edits import factors_on_device
 from consequent.capture.records import Record
+from consequent.engines.engine import Work
 from consequent.engines.inverse_factor import inverse_factor
-from consequent.engines.plain import rows_of
-from consequent.engines.solution import Solution, Work
 from consequent.maths.damping import Damping
+from consequent.statistics.row_matrices import RowMatrices
 from consequent.statistics.rows import Rows
+from consequent.statistics.solution import Solution
 
 
 class Unwatched:
@@ -22,12 +23,11 @@ class Unwatched:
 
     def solve(self, works: Sequence[Work]) -> list[Solution]:
         """Solutions for the works with rows, on such devices."""
-        groups: dict[tuple[torch.Size, torch.dtype, torch.device, Damping, int], list[tuple[Record, Rows]]] = {}
+        groups: dict[tuple[torch.Size, torch.dtype, torch.device, Damping, int], list[tuple[Record, RowMatrices]]] = {}
         for record, damping, may_wait in works:
-            is_usual = not record.is_reduced and not record.others and record.transposed is None
-            if may_wait or not is_usual or damping.value == 0:
+            if may_wait or type(record.statistic) is not Rows or record.beside or damping.value == 0:
                 continue
-            rows = rows_of(record)
+            rows = record.statistic.matrices()
             dZ, columns = rows.output_grads, rows.size[1] if damping.relative else 0
             key = (dZ.shape[:2], record.first_use.dtype, dZ.device, damping, columns)  # the layer's dtype
             groups.setdefault(key, []).append((record, rows))
@@ -38,7 +38,7 @@ class Unwatched:
         ]
 
 
-def _solutions_of_group(members: list[tuple[Record, Rows]], damping: Damping) -> list[Solution]:
+def _solutions_of_group(members: list[tuple[Record, RowMatrices]], damping: Damping) -> list[Solution]:
     grams = torch.stack([rows.gram() for _, rows in members])
     solver = inverse_factor(grams, damping.level(*members[0][1].size))
     factors, edited, found = factors_on_device(members)

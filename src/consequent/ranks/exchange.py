@@ -9,7 +9,7 @@ layer is solved, follows from these numbers alone, so that all ranks do the same
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from consequent.capture.at_step import StepCorrector
 from consequent.capture.capture import Capture
-from consequent.capture.records import Record, signature
+from consequent.capture.records import Record
 from consequent.capture.torch_internals import version_of
 from consequent.capture.use import Entry, Use
 from consequent.layers import Operation, kind_of
@@ -53,7 +53,8 @@ from consequent.ranks.traffic import (
     packed_length,
 )
 from consequent.reports.reports import shown
-from consequent.statistics.moment import moment_of
+from consequent.statistics.moment import Moment, moment_of
+from consequent.statistics.rows import Rows
 
 
 @dataclass
@@ -205,12 +206,12 @@ class Exchange:
             if layer in self._capture.misbehaving:
                 news.append(News(MISBEHAVES, 0, 0, 0))
                 continue
-            uses = [] if record is None else [u for u in (*record.reduced, *record.uses) if u.layer is layer]
+            uses = [] if record is None else [use for use in record.uses if use.layer is layer]
             if record is None or not uses:
                 news.append(News(NOTHING, 0, 0, 0, partial))
                 continue
-            rows, others = sum(use.rows for use in uses), int(bool(record.others) or record.transposed is not None)
-            if record.reduced:
+            rows, others = sum(use.rows for use in uses), int(bool(record.beside))
+            if isinstance(record.statistic, Moment):
                 news.append(News(MOMENT, rows, 0, others, partial))
             else:
                 news.append(News(ROWS, rows, key_of(blocks_of(uses)), others, partial))
@@ -244,7 +245,6 @@ class Exchange:
         plans = self._plans()
         self._share_out_factorisations(plans)
         for plan in plans:
-            plan.record.factor = None  # of this rank's inputs alone, if it was made before there were other ranks
             if plan.choice == "moment":
                 self._prepare_moment(plan)
         jobs = [Job(plan.record, plan.owner, plan.damping, plan.rows) for plan in plans if plan.owner is not None]
@@ -255,7 +255,7 @@ class Exchange:
         for finish in (*moments, *gathered, factors.finish):
             finish()
         for plan in plans:
-            plan.record.total_rows = plan.rows
+            plan.record.statistic = replace(plan.record.captured, rows=plan.rows)
         return [plan.record for plan in plans]
 
     def _share_misbehaving(self) -> None:
@@ -341,17 +341,11 @@ class Exchange:
         trains_weight = self._is_trained(weight)
         if record.is_empty:
             bias = pairs[0][1] if any(pairs[0][1] is bias for bias in biases) else None
-            record.uses = [self._use_of_nothing(used[0], weight, bias, trains_weight=trains_weight)]
-            record.features = record.uses[0].features
-        if record.moment is not None and [id(bias) for bias in record.biases] != [id(bias) for bias in biases]:
-            size = record.features + len(biases)
-            place = {bias: record.features + number for number, bias in enumerate(biases)}
-            index = [*range(record.features), *(place[bias] for bias in record.biases)]
-            where = torch.tensor(index, device=record.moment.device)
-            moment = record.moment.new_zeros(len(record.moment), size, size)
-            moment[:, where[:, None], where] = record.moment
-            record.moment = moment
-        record.biases = biases
+            record.statistic = Rows.of(self._use_of_nothing(used[0], weight, bias, trains_weight=trains_weight))
+        if isinstance(record.statistic, Moment):
+            record.statistic = record.statistic.with_biases(biases)
+        else:
+            record.statistic = replace(record.captured, biases=tuple(biases))
         return record
 
     def _use_of_nothing(self, layer: nn.Module, weight: Tensor, bias: Tensor | None, *, trains_weight: bool) -> Use:
@@ -381,13 +375,13 @@ class Exchange:
     def _prepare_moment(self, plan: _Plan) -> None:
         """Reduce this rank's rows, for the sum of all ranks'."""
         record = plan.record
-        first = record.first_use
-        if record.uses and record.rows:
+        if record.rows:
             record.reduce(keep_rows=False)
-        if record.moment is None:
-            record.reduced, record.uses = [*record.reduced, *record.uses], []
-            dtype, size = torch.promote_types(first.dtype, torch.float32), (record.columns, record.columns)
-            record.moment = torch.zeros(first.operation.groups, *size, dtype=dtype, device=record.weight.device)
+            return
+        first, known = record.first_use, record.captured
+        dtype, size = torch.promote_types(first.dtype, torch.float32), (record.columns, record.columns)
+        matrix = torch.zeros(first.operation.groups, *size, dtype=dtype, device=record.weight.device)
+        record.statistic = Moment(known.uses, known.features, known.biases, 0, matrix)
 
     def _start_sums(self, plans: list[_Plan]) -> list[Callable[[], None]]:
         """Start to add up moments (their triangles), and parts of gradients that do not come from the rows."""
@@ -395,8 +389,8 @@ class Exchange:
         for plan in plans:
             record = plan.record
             if plan.choice == "moment" and plan.owner is None:
-                assert record.moment is not None
-                parts.append(_Part(packed(record.moment), _moment_taker(record)))
+                assert isinstance(record.statistic, Moment)
+                parts.append(_Part(packed(record.statistic.matrix), _moment_taker(record)))
             if plan.has_others:
                 parts += self._parts_of_others(record)
         buckets = in_buckets(
@@ -406,29 +400,30 @@ class Exchange:
 
     def _parts_of_others(self, record: Record) -> "list[_Part]":
         """What came to the gradients otherwise, averaged over ranks as the gradients were, and as it is scaled now."""
-        scaled = record.scaled_by() if record.others or record.from_transposed is not None else None
+        beside = record.beside
+        scaled = beside.scaled_by(record.grads) if beside else None
         ratio = 1.0 if scaled is None else scaled[0]
         size = self.ranks.size
 
         def taker(parameter: Tensor) -> Callable[[Tensor], None]:
             def take(summed: Tensor) -> None:
-                record.others[parameter] = summed / size
-                record.others_beside = signature(record.grads)
+                beside.others[parameter] = summed / size
+                beside.note(record.grads)
 
             return take
 
         def take_transposed(summed: Tensor) -> None:
-            record.transposed = summed[0]
+            beside.transposed = summed[0]
 
         def take_from_transposed(summed: Tensor) -> None:
-            record.from_transposed = summed / size
+            beside.from_transposed = summed / size
 
         parts = []
         for parameter in record.members:
-            other = record.others.get(parameter)
+            other = beside.others.get(parameter)
             parts.append(_Part(_numbers_of(parameter, other, ratio), taker(parameter)))
-        parts.append(_Part(_numbers_of(record.weight, record.from_transposed, ratio), take_from_transposed))
-        transposed = torch.zeros((), device=record.weight.device) if record.transposed is None else record.transposed
+        parts.append(_Part(_numbers_of(record.weight, beside.from_transposed, ratio), take_from_transposed))
+        transposed = torch.zeros((), device=record.weight.device) if beside.transposed is None else beside.transposed
         return [*parts, _Part(transposed.float().view(1), take_transposed)]
 
     def _start_sum(self, bucket: "list[_Part]") -> Callable[[], None]:
@@ -517,10 +512,10 @@ class Exchange:
                 tensors = {kind: _joined(parts[kind]) for kind in plan.gathers}
                 uses.append(self._gathered_use(layer, shape.operation, record, bias, tensors))
         if plan.choice == "rows":
-            record.uses = uses
+            record.statistic = replace(record.captured, uses=tuple(uses))
             return
-        record.uses, record.reduced, record.moment = [], [first], None
-        record.moment = moment_of(uses, record.features, record.biases)
+        matrix = moment_of(uses, record.features, record.biases)
+        record.statistic = Moment((first,), record.features, record.biases, plan.rows, matrix)
 
     def _gathered_use(
         self,
@@ -580,6 +575,7 @@ def _moment_taker(record: Record) -> Callable[[Tensor], None]:
     size = record.columns
 
     def take(summed: Tensor) -> None:
-        record.moment = unpacked(summed, size)
+        known = record.captured
+        record.statistic = Moment(known.uses, known.features, known.biases, known.rows, unpacked(summed, size))
 
     return take

@@ -20,6 +20,7 @@ from consequent.maths.packed_triangle import packed, unpacked, unpacked_triangle
 from consequent.maths.ridge import quick_cholesky
 from consequent.ranks.process_group import Ranks
 from consequent.ranks.traffic import in_buckets
+from consequent.statistics.moment import Factor, Moment
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -39,9 +40,8 @@ class Job:
     triangle: Tensor = field(init=False)  # of this rank's moment; once all ranks' have come to the owner, of the sum
 
     def __post_init__(self) -> None:
-        assert self.record.moment is not None
-        self.triangle = packed(self.record.moment)
-        self.record.moment = None  # this rank's own one must not be taken for the sum
+        assert isinstance(self.record.statistic, Moment)
+        self.triangle = packed(self.record.statistic.matrix)
 
     @property
     def groups(self) -> int:
@@ -121,13 +121,15 @@ class FactorExchange:
                 self._take(job, triangle.view(job.triangle.shape), status.view(job.groups, _STATUS))
 
     def _take(self, job: Job, triangle: Tensor, status: Tensor) -> None:
-        record, size = job.record, job.record.columns
+        known, size = job.record.captured, job.record.columns
+        of = (known.uses, known.features, known.biases, job.rows)
         if not self._may_wait(status):
-            record.factor = job.damping, InverseFactor(unpacked_triangle(triangle, size), status)
+            factor = job.damping, InverseFactor(unpacked_triangle(triangle, size), status)
+            job.record.statistic = Factor(*of, inverse=factor)
         elif status[0, 0].item() == _IS_CHOLESKY:
-            record.cholesky = unpacked_triangle(triangle, size)
+            job.record.statistic = Factor(*of, cholesky=unpacked_triangle(triangle, size))
         else:
-            record.moment = unpacked(triangle, size)
+            job.record.statistic = Moment(*of, unpacked(triangle, size))
 
 
 def _wait(works: "Iterable[Work]") -> None:

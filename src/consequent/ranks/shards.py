@@ -27,16 +27,15 @@ def own_part(record: Record) -> Record | None:
         return None
     in_groups = record.operation.groups > 1
     stand_ins = {p: _stand_in(p, rows, whole=in_groups) for p in (record.weight, *record.biases)}
-    uses = [_use_of_rows(use, rows, stand_ins, whole=in_groups) for use in record.uses]
-    reduced = [replace(use, bias=None if use.bias is None else stand_ins[use.bias]) for use in record.reduced]
+    uses = tuple(_use_of_rows(use, rows, stand_ins, whole=in_groups) for use in record.uses)
+    biases = tuple(stand_ins[bias] for bias in record.biases)
+    others = {stand_ins[p]: other if in_groups else other[rows] for p, other in record.beside.others.items()}
+    from_transposed = _rows_of(record.beside.from_transposed, rows, whole=in_groups)
     return replace(
         record,
         weight=stand_ins[record.weight],
-        biases=[stand_ins[bias] for bias in record.biases],
-        uses=uses,
-        reduced=reduced,
-        others={stand_ins[p]: other if in_groups else other[rows] for p, other in record.others.items()},
-        from_transposed=_rows_of(record.from_transposed, rows, whole=in_groups),
+        statistic=replace(record.captured, uses=uses, biases=biases),
+        beside=replace(record.beside, others=others, from_transposed=from_transposed),
         stands_for=record,
     )
 
@@ -82,12 +81,13 @@ def _stand_in(parameter: Tensor, rows: slice, *, whole: bool) -> Tensor:
 
 
 def _use_of_rows(use: Use, rows: slice, stand_ins: dict[Tensor, Tensor], *, whole: bool) -> Use:
-    assert use.output_grad is not None
+    weight, bias = stand_ins[use.weight], None if use.bias is None else stand_ins[use.bias]
+    if use.output_grad is None:  # not needed any more
+        return replace(use, weight=weight, bias=bias)
     channels = -1 - use.operation.spatial_dims
     mine = use.output_grad.movedim(channels, 0)[rows]
     if whole:
         zeros = torch.zeros_like(use.output_grad)
         zeros.movedim(channels, 0)[rows] = mine
         mine = zeros.movedim(channels, 0)
-    bias = None if use.bias is None else stand_ins[use.bias]
-    return replace(use, bias=bias, output_grad=mine.movedim(0, channels))
+    return replace(use, weight=weight, bias=bias, output_grad=mine.movedim(0, channels))

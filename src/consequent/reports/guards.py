@@ -92,7 +92,7 @@ def refuse_uncaptured(
         for parameter in (weight,) if bias is None else (weight, bias):
             if parameter.grad is None or not owns(parameter):
                 continue
-            if record is not None and (record.was_corrected(parameter) or parameter in record.others):
+            if record is not None and (record.was_corrected(parameter) or parameter in record.beside.others):
                 continue
             if has_gradient(parameter):
                 raise RuntimeError(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from consequent.capture.torch_internals import graph_is_being_captured
-from consequent.engines.solution import Solution
 from consequent.reports.counters import Tally
 from consequent.reports.errors import ConsequentWarning, LinAlgError, NonFiniteError
+from consequent.statistics.solution import Solution
 
 _NOT_THE_USERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__)
 

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from operator import is_
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +12,112 @@ from torch import Tensor
 from consequent.capture.use import Use
 from consequent.engines.inverse_factor import InverseFactor, inverse_factor
 from consequent.maths.damping import Damping
+from consequent.maths.precision import in_full_precision
 from consequent.maths.ridge import damped_solve_or_fall_back, quick_solve
+from consequent.statistics.gradients import apart_from_rows, columns_with_gradient, gradient_matrix, trace_of
+from consequent.statistics.solution import Solution
+from consequent.statistics.statistic import Statistic, with_bias_of
+
+if TYPE_CHECKING:
+    from consequent.capture.records import Record
+
+
+@dataclass(frozen=True, eq=False)
+class Moment(Statistic):
+    """The second moment of all uses' inputs, which needs no more memory however many rows there are.
+
+    Attributes:
+        matrix: ``[groups, columns, columns]``, ``XXᵀ`` in the paper, in float32 or better.
+        factor: of the matrix plus this λ, if it was factorised already.
+    """
+
+    matrix: Tensor
+    factor: tuple[Damping, InverseFactor] | None = None
+
+    @classmethod
+    def of(cls, uses: Sequence[Use], features: int, biases: Sequence[Tensor]) -> "Moment":
+        """That of uses whose inputs are known."""
+        matrix = moment_of(uses, features, biases)
+        return cls(tuple(uses), features, tuple(biases), sum(use.rows for use in uses), matrix)
+
+    @in_full_precision
+    def add(self, use: Use) -> "Moment":
+        """With one use more, whose inputs are not needed any longer. The matrix may be overwritten."""
+        biases = with_bias_of(use, self.biases)
+        matrix = moment_of([use], self.features, biases, self.matrix)
+        return Moment((*self.uses, use), self.features, biases, self.rows + use.rows, matrix)
+
+    def with_biases(self, biases: Sequence[Tensor]) -> "Moment":
+        """With columns for these biases, in this order; those that no use had are zero."""
+        if len(biases) == len(self.biases) and all(map(is_, biases, self.biases)):
+            return self
+        size = self.features + len(biases)
+        place = {bias: self.features + number for number, bias in enumerate(biases)}
+        index = torch.tensor([*range(self.features), *(place[b] for b in self.biases)], device=self.matrix.device)
+        matrix = self.matrix.new_zeros(len(self.matrix), size, size)
+        matrix[:, index[:, None], index] = self.matrix
+        return Moment(self.uses, self.features, tuple(biases), self.rows, matrix)
+
+    def factor_for(self, damping: Damping) -> InverseFactor | None:
+        """The factor of the matrix plus this λ, if it was made already."""
+        return self.factor[1] if self.factor is not None and self.factor[0] == damping else None
+
+    def solve(self, record: "Record", damping: Damping, *, may_wait: bool) -> Solution:
+        """``G (XXᵀ + λI)⁻¹``: takes the gradient as it is, scaled, clipped or averaged over ranks."""
+        matrix, columns = self.matrix, columns_with_gradient(record)
+        if len(columns) < self.columns:
+            index = torch.tensor(columns, device=matrix.device)
+            matrix = matrix[:, index[:, None], index]
+        gradient = gradient_matrix(record).to(matrix.dtype)
+        apart = apart_from_rows(record, damping, trace_of(matrix), may_wait=may_wait) if record.beside else None
+        factor = self.factor_for(damping) if len(columns) == self.columns else None  # otherwise of another matrix
+        explained = gradient if apart is None else gradient - apart.all
+        solved = solve_with_moment(matrix, explained, self.rows, damping, may_wait=may_wait, factor=factor)
+        gradient = solved.gradient if apart is None or apart.shortened is None else solved.gradient + apart.shortened
+        others = None if apart is None else apart.others
+        return Solution(
+            record,
+            "features",
+            solved.finite,
+            gradient,
+            others=others,
+            rescued=solved.rescued,
+            fallen_back=solved.fallen_back,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Factor(Statistic):
+    """The factor of a moment that another rank made, and the moment itself is not here.
+
+    Attributes:
+        inverse: of the moment plus this λ, where the host may not look;
+        cholesky: ``[groups, columns, columns]``, L of it, where it may.
+    """
+
+    inverse: tuple[Damping, InverseFactor] | None = None
+    cholesky: Tensor | None = None
+
+    def add(self, use: Use) -> "Statistic":
+        """Does not happen: factors come from other ranks when all uses have been added."""
+        raise NotImplementedError
+
+    def factor_for(self, damping: Damping) -> InverseFactor | None:
+        """The inverse factor, if it is one for this λ."""
+        return self.inverse[1] if self.inverse is not None and self.inverse[0] == damping else None
+
+    def solve(self, record: "Record", damping: Damping, *, may_wait: bool) -> Solution:
+        """``G (XXᵀ + λI)⁻¹`` by the factor."""
+        if self.cholesky is not None:
+            gradient = gradient_matrix(record).to(self.cholesky.dtype)
+            solution = torch.cholesky_solve(gradient.mT, self.cholesky)
+            return Solution(record, "features", math.isfinite(solution.sum().item()), solution.mT)
+        factor = self.factor_for(damping)
+        assert factor is not None
+        gradient = gradient_matrix(record).to(factor.inverse.dtype)
+        solution, more_damped, failures = factor.solve(gradient.mT)
+        finite = (factor.status[..., 0].sum() + gradient.sum() + solution.sum()).isfinite()
+        return Solution(record, "features", finite, solution.mT, rescued=more_damped, fallen_back=failures)
 
 
 class Solved(NamedTuple):
@@ -93,7 +200,7 @@ def solve_with_moment(
         may_wait: whether the host may wait for the device to look at a result.
         factor: of the damped moment, where it was made before; used where the host does not look.
     """
-    trace = moment.diagonal(dim1=-2, dim2=-1).sum(-1)
+    trace = trace_of(moment)
     finite = (trace.sum() + gradient.sum()).isfinite()
     if may_wait and not finite:
         return Solved(gradient, False)

@@ -24,6 +24,8 @@ from consequent.engines.gpu.streams import side_stream, switched_to
 from consequent.engines.inverse_factor import InverseFactor, inverse_factor
 from consequent.maths.damping import Damping
 from consequent.maths.precision import in_full_precision
+from consequent.statistics.moment import Moment
+from consequent.statistics.rows import Rows
 
 if TYPE_CHECKING:
     from consequent.capture.records import Record
@@ -73,6 +75,13 @@ class _Task:
     kind_of_moment: Hashable  # and to be factorised together
     bytes_of_factor: int  # about, with what it takes to compute it
 
+    def become(self, moment: Tensor, factor: tuple[Damping, InverseFactor] | None) -> None:
+        """Let this moment, and its factor if there is one, stand for the layer's rows."""
+        known = self.record.captured
+        for use in known.uses:
+            use.let_go()
+        self.record.statistic = Moment(known.uses, known.features, known.biases, known.rows, moment, factor)
+
 
 class Ahead:
     """Records whose moments are computed, and factorised, beside the backward pass."""
@@ -83,7 +92,7 @@ class Ahead:
 
     def takes(self, record: "Record") -> bool:
         """Whether the record's moment can wait and be computed with others: one use, on a GPU with kernels."""
-        if len(record.uses) != 1 or record.reduced:
+        if len(record.uses) != 1 or not isinstance(record.statistic, Rows):
             return False
         inputs = record.uses[0].inputs
         return inputs is not None and inputs.numel() > 0 and kernels.run_on(inputs.device)
@@ -222,7 +231,7 @@ class _Beside:
         for tensor in inputs:
             tensor.record_stream(stream)  # its memory is not used again before that is over
         for task, moment, *factor in zip(batch, *[iter(results)] * (3 if factorises else 1), strict=True):
-            task.record.reduce_to(moment, (task.damping, InverseFactor(*factor)) if factor else None)
+            task.become(moment, (task.damping, InverseFactor(*factor)) if factor else None)
             task.inputs = None
             if task.is_factorised and not factorises:
                 self._factorise_soon(task)
@@ -234,8 +243,8 @@ class _Beside:
 
     def _factorise(self, batch: list[_Task]) -> None:
         """Factorise the moments of one size, those that are still wanted."""
-        batch = [task for task in batch if task.record.moment is not None]
-        moments = [moment for task in batch if (moment := task.record.moment) is not None]
+        batch = [task for task in batch if isinstance(task.record.statistic, Moment)]
+        moments = [s.matrix for task in batch if isinstance(s := task.record.statistic, Moment)]
         if not batch:
             return
         first = batch[0]
@@ -253,7 +262,8 @@ class _Beside:
         for moment in moments:
             moment.record_stream(factorising)
         for task, inverse, status in zip(batch, *[iter(results)] * 2, strict=True):
-            task.record.factor = task.damping, InverseFactor(inverse, status)
+            assert isinstance(task.record.statistic, Moment)
+            task.become(task.record.statistic.matrix, (task.damping, InverseFactor(inverse, status)))
 
     def _may_record(self, task: _Task) -> bool:
         """Not where the user captures; and not cuSOLVER, which float64 is left to and may not be in a graph."""

@@ -17,6 +17,7 @@ from consequent.engines.gpu import kernels
 from consequent.engines.gpu.streams import Fork, side_stream, switched_to
 from consequent.maths.damping import Damping
 from consequent.statistics.gradients import trained
+from consequent.statistics.rows import Rows
 
 if TYPE_CHECKING:  # imported where they are needed: Triton is not everywhere
     from consequent.engines.gpu.kernels.dense import DenseLayer, DenseStep
@@ -50,10 +51,10 @@ class FusedStep:
         grads = _grads_of_one_layer(record)
         if grads is None or damping.value == 0 or record.weight.device != self.device:
             return False
-        if not record.is_reduced:
+        if type(record.statistic) is Rows:
             return self._take_dense(record, *grads, damping, scale)
-        factor = record.factor_for(damping)
-        if factor is None or record.uses:
+        factor = record.captured.factor_for(damping)
+        if factor is None:
             return False
         from consequent.engines.gpu.kernels.features import FeatureLayer
 
@@ -168,13 +169,7 @@ def fused_step_for(records: list[Record], *, may_wait: bool) -> FusedStep | None
 def _grads_of_one_layer(record: Record) -> tuple[Tensor, Tensor | None] | None:
     """The gradients of a weight and its only bias, if that is all there is and they lie in memory as kernels expect."""
     weight_grad = record.weight.grad
-    if (
-        not record.features
-        or weight_grad is None
-        or len(record.biases) > 1
-        or record.others
-        or record.transposed is not None
-    ):
+    if not record.features or weight_grad is None or len(record.biases) > 1 or record.beside:
         return None
     bias_grad = record.biases[0].grad if record.biases else None
     if record.biases and bias_grad is None:

@@ -1,37 +1,16 @@
-"""What an engine is: from weights' records and dampings to new gradients, which are not written yet."""
+"""New gradients of a weight and its biases, not yet written."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from consequent.capture.records import Record
-from consequent.maths.damping import Damping
 from consequent.statistics.gradients import split, trained
-from consequent.statistics.rows import Rows
+from consequent.statistics.row_matrices import RowMatrices
 
-
-class Work(NamedTuple):
-    """A weight whose gradient is to be replaced.
-
-    Attributes:
-        record: what is known of the gradient in ``.grad``.
-        damping: λ.
-        may_wait: whether the host may wait for the device to look at a result.
-    """
-
-    record: Record
-    damping: Damping
-    may_wait: bool
-
-
-class Engine(Protocol):
-    """A way to compute consequentialist gradients."""
-
-    def solve(self, works: Sequence[Work]) -> "list[Solution]":
-        """Solutions for those of the works that this engine takes; the others are left to the next engine."""
+if TYPE_CHECKING:
+    from consequent.capture.records import Record
 
 
 @dataclass
@@ -52,12 +31,12 @@ class Solution:
         edited: whether the gradient in ``.grad`` was no multiple of ``ΔZ Xᵀ``.
     """
 
-    record: Record
+    record: "Record"
     side: str
     finite: bool | Tensor
     gradient: Tensor | None = None
     coefficients: Tensor | None = None
-    rows: Rows | None = None
+    rows: RowMatrices | None = None
     kept: Tensor | None = None
     others: Tensor | None = None
     rescued: int | Tensor = 0
@@ -93,7 +72,7 @@ class Solution:
         return parameters
 
 
-def _combine_into_gradients(record: Record, rows: Rows, coefficients: Tensor, kept: Tensor | None) -> None:
+def _combine_into_gradients(record: "Record", rows: RowMatrices, coefficients: Tensor, kept: Tensor | None) -> None:
     """Write ``coefficientsᵀ X`` to the gradients, in place; with ``kept``, plus ``kept`` times what is there.
 
     Args:
