@@ -10,6 +10,7 @@ from models.expected import half_squares, twin_of, watching
 from torch import nn
 
 import consequent
+from consequent.statistics.moment import Moment
 
 RTOL = 1e-5  # foresight is for looking at: float32 is enough
 
@@ -50,11 +51,12 @@ def test_off_is_an_error_and_keeps_no_rows():
     half_squares(model(torch.randn(8, 3, dtype=torch.float64))).backward()
     records = correction._at_step.records
     for layer in (model[0], model[2]):  # more samples than features: the second moment is all that is kept
-        (use,) = records[layer.weight].reduced
+        assert isinstance(records[layer.weight].statistic, Moment)
+        (use,) = records[layer.weight].uses
         assert use.inputs is None
         assert use.output_grad is None
     optimizer.step()
-    assert all(not record.uses and not record.reduced and record.moment is None for record in records.values())
+    assert all(record.is_empty for record in records.values())
     with pytest.raises(RuntimeError, match="foresight is off: attach with foresight=True"):
         correction.foresight()
 

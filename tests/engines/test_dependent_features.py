@@ -166,8 +166,9 @@ def test_a_step_that_waits_for_nothing(way, monkeypatch):
     before = correction.counters
     if way == "fused":
         for record in correction._at_step.filled_records():
-            if record.factor is None:
-                record.factor = Damping(1e-7), factorise(record.moment, 1e-7, KERNEL)
+            if record.statistic.factor is None:
+                factor = Damping(1e-7), factorise(record.statistic.matrix, 1e-7, KERNEL)
+                record.statistic = replace(record.statistic, factor=factor)
     monkeypatch.setattr(rewrite, "answers_at_once", lambda tensor: False)
     monkeypatch.setattr(kernels, "run_on", lambda device: way != TORCH)
     correction.step()

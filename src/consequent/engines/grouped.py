@@ -6,6 +6,7 @@ once, its gradient what its inputs explain, a matrix that can be factorised with
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from consequent.capture.edits import factors_of_gradients
 from consequent.capture.records import Record
 from consequent.capture.torch_internals import answers_at_once
-from consequent.engines.engine import Work
+from consequent.engines.engine import Work, WritesOneByOne
 from consequent.maths.damping import Damping
 from consequent.maths.ridge import keeps_digits
 from consequent.statistics.row_matrices import RowMatrices
@@ -24,21 +25,21 @@ from consequent.statistics.solution import Solution
 FEWEST = 2  # layers; one alone gains nothing
 
 
-class Grouped:
+class Grouped(WritesOneByOne):
     """Takes the usual case on the CPU, in groups of equal batch size."""
 
     def solve(self, works: Sequence[Work]) -> list[Solution]:
         """Solutions for those of the works that are the usual case."""
-        groups: dict[tuple[int, bool, torch.dtype, Damping], list[tuple[Record, RowMatrices]]] = {}
-        for record, damping, _ in works:
+        groups: dict[tuple[int, bool, torch.dtype, Damping, float], list[tuple[Record, RowMatrices]]] = {}
+        for record, damping, _, scale in works:
             rows = record.statistic
             if not isinstance(rows, Rows) or not _is_usual(record) or damping.value == 0:
                 continue
             use = record.first_use
-            key = (use.rows, use.bias is not None, use.dtype, damping)
+            key = (use.rows, use.bias is not None, use.dtype, damping, scale)
             groups.setdefault(key, []).append((record, rows.matrices()))
         solutions = []
-        for (count, has_bias, dtype, damping), matrices in groups.items():
+        for (count, has_bias, dtype, damping, scale), matrices in groups.items():
             if len(matrices) < FEWEST:
                 continue
             factors = factors_of_gradients(matrices)
@@ -49,7 +50,8 @@ class Grouped:
                 constant = torch.full((count, count), float(has_bias), dtype=dtype, device="cpu")
                 if not damping.relative:
                     constant.diagonal().add_(damping.value)
-                solutions += _solutions_of_group(members, constant, damping if damping.relative else None)
+                solved = _solutions_of_group(members, constant, damping if damping.relative else None)
+                solutions += [replace(solution, scale=scale) for solution in solved]
         return solutions
 
 

@@ -2,13 +2,18 @@
 
 from collections.abc import Sequence
 
-from consequent.engines.engine import Work
+from consequent.engines.engine import Work, WritesOneByOne
 from consequent.statistics.solution import Solution
 
 
-class Plain:
+class Plain(WritesOneByOne):
     """Takes everything."""
 
     def solve(self, works: Sequence[Work]) -> list[Solution]:
         """A solution for each work."""
-        return [record.captured.solve(record, damping, may_wait=may_wait) for record, damping, may_wait in works]
+        solutions = []
+        for record, damping, may_wait, scale in works:
+            solution = record.captured.solve(record, damping, may_wait=may_wait)
+            solution.scale = scale
+            solutions.append(solution)
+        return solutions

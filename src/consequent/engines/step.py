@@ -10,8 +10,8 @@ from consequent.capture.at_step import StepCorrector
 from consequent.capture.capture import Capture
 from consequent.capture.records import Record
 from consequent.capture.torch_internals import answers_at_once, graph_is_being_captured
-from consequent.engines.engine import Engine, Work
-from consequent.engines.gpu.fused_step import FusedStep, fused_step_for
+from consequent.engines.engine import Engine, Outcome, Work
+from consequent.engines.gpu.by_kernels import ByKernels, KernelSolution, fused_step_of
 from consequent.engines.grouped import Grouped
 from consequent.engines.plain import Plain
 from consequent.engines.unwatched import Unwatched
@@ -30,10 +30,11 @@ from consequent.reports.guards import (
     uncaptured_layers,
 )
 from consequent.reports.reports import Reports, shown
+from consequent.statistics.gradients import trained
 from consequent.statistics.solution import Solution
 
-# Each work goes to the first engine that takes it. (The GPU's kernels come before all of them: they write, too.)
-ENGINES: tuple[Engine, ...] = (Grouped(), Unwatched(), Plain())
+# Each work goes to the first engine that takes it.
+ENGINES: tuple[Engine, ...] = (ByKernels(), Grouped(), Unwatched(), Plain())
 
 
 class Rewriter:
@@ -98,33 +99,31 @@ class Rewriter:
             self._list_uncaptured(records)
             records = [part for record in records if (part := self._own_part(record)) is not None]
             self.divisor = divisor = loss_divisor(loss_reduction, self.samples)
-            fused = self._fused_step(records, divisor)
-            together = fused.sides if fused else {}
-            updates = self._solutions_of([record for record in records if record not in together])
-            finite = self._all_finite(updates, fused)
-            in_graph = fused is not None and graph_is_being_captured()  # then the kernels count it
+            solved = self._solutions_of(records, divisor)
+            solutions = [solution for _, its in solved for solution in its]
+            finite = self._all_finite(solutions)
+            in_graph = fused_step_of(solutions) is not None and graph_is_being_captured()  # then the kernels count it
             if not in_graph:
                 self._reports.add_step(self.device)
             if finite is False:
                 return False
             if self._reports.check:
-                self._refuse_failure_elsewhere(updates)
-            for update in updates:
-                self._reports.updated(self._name(update.record), update)
-            sides = {**{update.record: update.side for update in updates}, **together}
-            self.sides.update({self._name(record): side for record, side in sides.items()})
+                self._refuse_failure_elsewhere(solutions)
+            for solution in solutions:
+                if not isinstance(solution, KernelSolution):  # which count on the device
+                    self._reports.updated(self._name(solution.record), solution)
+                self.sides[self._name(solution.record)] = solution.side
             if self._keeps_foresight:
-                self._watch = Watch(list(sides), self._capture.names, self._groups.learning_rate_of, divisor)
-            written = {update.record: update.write(divisor, finite) for update in updates}
-            if fused:
-                counts = self._reports.on_device(fused.device)
-                written |= fused.write(counts, counts_step=in_graph, counts_skip=self._found_inf is None)
+                self._watch = Watch(records, self._capture.names, self._groups.learning_rate_of, divisor)
+            outcome = Outcome(finite, self._reports.on_device, in_graph, self._found_inf is None)
+            for engine, its in solved:
+                engine.write(its, outcome)
             self._reports.step_taken()
             if self._watch is not None:
                 self._watch.note_corrected()
-            for record, parameters in written.items():
+            for record in records:
                 if record.stands_for is None:
-                    record.mark_corrected(parameters)
+                    record.mark_corrected(trained(record))
                 else:
                     hand_over(record)
                     record.stands_for.mark_corrected(record.stands_for.members)
@@ -157,30 +156,28 @@ class Rewriter:
         found_inf: Tensor | None = getattr(self._groups.optimizer, "found_inf", None)
         return found_inf
 
-    def _fused_step(self, records: list[Record], divisor: float) -> FusedStep | None:
-        """All records that GPU kernels take together."""
-        fused = fused_step_for(records, may_wait=self._reports.check or answers_at_once(self.device))
-        if fused is None or self._keeps_foresight:
-            return None
-        for record in records:
-            fused.take(record, self._damping_of(record), divisor)
-        return fused if fused else None
-
-    def _solutions_of(self, records: list[Record]) -> list[Solution]:
-        works = [Work(record, self._damping_of(record), self._may_wait(record.weight)) for record in records]
-        solutions: list[Solution] = []
-        for engine in ENGINES:
-            solutions += engine.solve(works)
-            done = {solution.record for solution in solutions}
-            works = [work for work in works if work.record not in done]
-        return solutions
+    def _solutions_of(self, records: list[Record], divisor: float) -> list[tuple[Engine, list[Solution]]]:
+        """Each engine, and what it has found."""
+        works = [Work(record, self._damping_of(record), self._may_wait(record.weight), divisor) for record in records]
+        solved = []
+        for engine in ENGINES[1:] if self._keeps_foresight else ENGINES:  # kernels do not keep what was before
+            if not works:
+                break
+            solutions = engine.solve(works)
+            if solutions:
+                solved.append((engine, solutions))
+                done = {solution.record for solution in solutions}
+                works = [work for work in works if work.record not in done]
+        return solved
 
     def _damping_of(self, record: Record) -> Damping:
         return self._groups.damping_of((record.stands_for or record).first_use.key)
 
-    def _all_finite(self, updates: list[Solution], fused: FusedStep | None) -> bool | Tensor:
+    def _all_finite(self, solutions: list[Solution]) -> bool | Tensor:
         """Whether the step may be taken; on a GPU that is not waited for, a tensor (and plain gradients are zeroed)."""
-        records = [*(update.record for update in updates), *(fused.sides if fused else ())]
+        fused = fused_step_of(solutions)
+        updates = [solution for solution in solutions if not isinstance(solution, KernelSolution)]
+        records = [solution.record for solution in solutions]
         corrected = {p for record in records for p in (record.stands_for or record).members}
         plain = [local(p.grad) for p in self._groups.parameters() if p.grad is not None and p not in corrected]
         flags: list[tuple[str, bool | Tensor]]
@@ -199,7 +196,7 @@ class Rewriter:
         waiting = [flag for _, flag in flags if isinstance(flag, Tensor) and not self._may_wait(flag)]
         if not waiting and fused is None and (ranks is None or may_wait):
             return True
-        is_bad = None if fused is None else fused.prepare()
+        is_bad = None if fused is None else fused.is_bad
         if waiting:
             finite = torch.stack([flag.to(waiting[0].device) for flag in waiting]).all()
             is_bad = (~finite).int().view(1) if is_bad is None else is_bad.bitwise_or_(~finite)

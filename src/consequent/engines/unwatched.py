@@ -5,35 +5,41 @@ that has lost its digits gets more damping.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from consequent.capture.edits import factors_on_device
 from consequent.capture.records import Record
-from consequent.engines.engine import Work
+from consequent.engines.engine import Work, WritesOneByOne
 from consequent.engines.inverse_factor import inverse_factor
 from consequent.maths.damping import Damping
 from consequent.statistics.row_matrices import RowMatrices
 from consequent.statistics.rows import Rows
 from consequent.statistics.solution import Solution
 
+# Rows and outputs, the dtype, where they are, λ, columns if that matters for λ, and the scale.
+_Kind = tuple[torch.Size, torch.dtype, torch.device, Damping, int, float]
 
-class Unwatched:
+
+class Unwatched(WritesOneByOne):
     """Takes rows on devices that must not be waited for."""
 
     def solve(self, works: Sequence[Work]) -> list[Solution]:
         """Solutions for the works with rows, on such devices."""
-        groups: dict[tuple[torch.Size, torch.dtype, torch.device, Damping, int], list[tuple[Record, RowMatrices]]] = {}
-        for record, damping, may_wait in works:
+        groups: dict[
+            tuple[torch.Size, torch.dtype, torch.device, Damping, int, float], list[tuple[Record, RowMatrices]]
+        ] = {}
+        for record, damping, may_wait, scale in works:
             if may_wait or type(record.statistic) is not Rows or record.beside or damping.value == 0:
                 continue
             rows = record.statistic.matrices()
             dZ, columns = rows.output_grads, rows.size[1] if damping.relative else 0
-            key = (dZ.shape[:2], record.first_use.dtype, dZ.device, damping, columns)  # the layer's dtype
+            key = (dZ.shape[:2], record.first_use.dtype, dZ.device, damping, columns, scale)  # the layer's dtype
             groups.setdefault(key, []).append((record, rows))
         return [
-            solution
-            for (*_, damping, _), members in groups.items()
+            replace(solution, scale=scale)
+            for (*_, damping, _, scale), members in groups.items()
             for solution in _solutions_of_group(members, damping)
         ]
 

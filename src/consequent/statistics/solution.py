@@ -29,6 +29,7 @@ class Solution:
         rescued: factorisations that needed float64, or more damping.
         fallen_back: factorisations that failed: a shortened plain gradient instead.
         edited: whether the gradient in ``.grad`` was no multiple of ``ΔZ Xᵀ``.
+        scale: what the gradient is multiplied by when it is written, ``others`` aside.
     """
 
     record: "Record"
@@ -42,17 +43,14 @@ class Solution:
     rescued: int | Tensor = 0
     fallen_back: int | Tensor = 0
     edited: bool | Tensor = False
+    scale: float = 1.0
 
-    def write(self, scale: float, finite: bool | Tensor) -> list[Tensor]:
-        """Put the new gradients, times the scale, in the place of the old ones; zeros unless finite.
-
-        Returns:
-            the parameters that got a new gradient.
-        """
+    def write(self, finite: bool | Tensor) -> None:
+        """Put the new gradients in the place of the old ones; zeros unless finite."""
         parameters = trained(self.record)
         if self.coefficients is not None and self.rows is not None:
-            kept = None if self.kept is None else self.kept * scale
-            _combine_into_gradients(self.record, self.rows, self.coefficients.mul_(scale), kept)
+            kept = None if self.kept is None else self.kept * self.scale
+            _combine_into_gradients(self.record, self.rows, self.coefficients.mul_(self.scale), kept)
             if self.others is not None:
                 for parameter, other in zip(parameters, split(self.record, self.others), strict=True):
                     assert parameter.grad is not None
@@ -61,15 +59,14 @@ class Solution:
                 for parameter in parameters:
                     assert parameter.grad is not None
                     parameter.grad.masked_fill_(~_on(finite, parameter.grad), 0)
-            return parameters
+            return
         assert self.gradient is not None
-        matrix = self.gradient * scale
+        matrix = self.gradient * self.scale
         if self.others is not None:
             matrix = matrix + self.others
         for parameter, gradient in zip(parameters, split(self.record, matrix), strict=True):
             assert parameter.grad is not None
             parameter.grad.copy_(gradient if finite is True else torch.where(_on(finite, gradient), gradient, 0))
-        return parameters
 
 
 def _combine_into_gradients(record: "Record", rows: RowMatrices, coefficients: Tensor, kept: Tensor | None) -> None:

@@ -100,17 +100,16 @@ class TableSolution(Solution):
 
     table: Tensor | None = None
 
-    def write(self, scale: float, finite: bool | Tensor) -> list[Tensor]:
-        """Put it, times the scale, in the place of the old one; zeros unless finite."""
+    def write(self, finite: bool | Tensor) -> None:
+        """Put it in the place of the old one; zeros unless finite."""
         assert self.table is not None
         weight = self.record.weight
-        new = self.table * scale
+        new = self.table * self.scale
         if self.others is not None:
             new = self.others + new  # of which the second may be sparse
         if isinstance(finite, Tensor):
             _values(new).masked_fill_(~finite.to(new.device), 0)
         weight.grad = new.to(weight.dtype)
-        return [weight]
 
 
 def divided_by_counts(operation: Any, gradient: Tensor, counts: Tensor, rows: int, damping: Damping) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import consequent
-from consequent.engines.solution import Work
+from consequent.engines.engine import Work
 from consequent.engines.unwatched import Unwatched
 from consequent.maths.damping import Damping
 from models.expected import check_training
@@ -245,8 +245,8 @@ def test_conv1d_on_a_device_that_is_not_waited_for(edited):
         if edited:
             layer.weight.grad.clamp_(-0.1, 0.1)
         (record,) = correction._at_step.filled_records()
-        (solution,) = Unwatched().solve([Work(record, Damping(0.1), may_wait=False)])
+        (solution,) = Unwatched().solve([Work(record, Damping(0.1), may_wait=False, scale=1.0)])
         assert bool(solution.edited) == edited
-        solution.write(1.0, torch.tensor(True))
+        solution.write(torch.tensor(True))
         gradients.append(layer.weight.grad)
     torch.testing.assert_close(gradients[0].mT, gradients[1])

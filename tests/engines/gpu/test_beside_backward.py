@@ -170,7 +170,7 @@ def test_moments_that_others_are_added_to_are_not_factorised(factorised, monkeyp
 
 def test_moments_that_are_gone_are_not_factorised(monkeypatch):
     monkeypatch.setattr(ahead._Beside, "_streams", (Stream(), Stream()))
-    task = SimpleNamespace(record=SimpleNamespace(moment=None))
+    task = SimpleNamespace(record=SimpleNamespace(statistic=None))
     beside = ahead._Beside(torch.device("cuda"))
     beside._factorise([task])
     assert not beside._busy  # nothing was launched

@@ -1,6 +1,7 @@
 """All layers of a step by the kernels together, against the same step layer by layer."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ import consequent
 from consequent.engines.inverse_factor import InverseFactor
 from consequent.maths.damping import Damping
 from consequent.reports.counters import NAMES
+from consequent.statistics.moment import Factor, Moment
 
 pytest.importorskip("triton")
 
-from consequent.engines.gpu.fused_step import FusedStep
+from consequent.engines.gpu.by_kernels import FusedStep
 from consequent.engines.gpu.kernels.factor import inverse_factor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -59,15 +61,20 @@ def corrected_together(model, damping, *, change=None, bad=None, keeps_moment=Tr
     fused = FusedStep(model[0].weight.device)
     records = correction._at_step.filled_records()
     for record in records:
-        if record.moment is not None and record.factor is None:
-            level = damping.level(record.rows, record.columns)
-            inverse, status = inverse_factor(record.moment, level.value, of_trace=level.of_trace)
-            record.factor = damping, InverseFactor(inverse, status)
-            record.moment = record.moment if keeps_moment else None
+        moment = record.statistic
+        if isinstance(moment, Moment):
+            factor = moment.factor
+            if factor is None:
+                level = damping.level(record.rows, record.columns)
+                inverse, status = inverse_factor(moment.matrix, level.value, of_trace=level.of_trace)
+                factor = damping, InverseFactor(inverse, status)
+            of = (moment.uses, moment.features, moment.biases, moment.rows)
+            record.statistic = Moment(*of, moment.matrix, factor) if keeps_moment else Factor(*of, inverse=factor)
         assert fused.take(record, damping, 8.0)
     assert sorted(fused.sides.values()) == ["features", "samples", "samples", "samples"]
     counts = torch.zeros(len(NAMES), dtype=torch.int64, device=DEVICE)
-    is_bad = bool(fused.prepare())
+    fused.prepare()
+    is_bad = bool(fused.is_bad)
     fused.write(counts, counts_step=True, counts_skip=True)
     return {name: p.grad.clone() for name, p in model.named_parameters()}, counts.tolist(), is_bad
 
@@ -125,11 +132,12 @@ def test_what_kernels_do_not_take():
     conv, first, *_ = sorted(correction._at_step.filled_records(), key=lambda record: -record.weight.ndim)
     fused = FusedStep(model[0].weight.device)
     assert not fused.take(first, Damping(0.0), 8.0)  # the pseudo-inverse
-    conv.factor = Damping(0.3), InverseFactor(torch.eye(19, device=DEVICE)[None], torch.ones(1, 4, device=DEVICE))
+    factor = Damping(0.3), InverseFactor(torch.eye(19, device=DEVICE)[None], torch.ones(1, 4, device=DEVICE))
+    conv.statistic = replace(conv.statistic, factor=factor)
     assert not fused.take(conv, Damping(0.1), 8.0)  # λ was changed since
     first.weight.grad = None
     assert not fused.take(first, Damping(0.1), 8.0)
-    assert not fused
+    assert not fused.sides
 
 
 def test_a_weight_that_lies_the_other_way_round_is_left_to_the_plain_path():

@@ -4,7 +4,9 @@ The mathematics is that of :mod:`consequent.engines.plain`, whose plain-torch fo
 costs a few dozen launches, here all of them share a handful.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,19 +15,65 @@ from torch import Tensor
 from consequent.capture.edits import rounding
 from consequent.capture.records import Record
 from consequent.capture.torch_internals import graph_is_being_captured
+from consequent.engines.engine import Outcome, Work
 from consequent.engines.gpu import kernels
 from consequent.engines.gpu.streams import Fork, side_stream, switched_to
 from consequent.maths.damping import Damping
 from consequent.statistics.gradients import trained
 from consequent.statistics.rows import Rows
+from consequent.statistics.solution import Solution
 
 if TYPE_CHECKING:  # imported where they are needed: Triton is not everywhere
     from consequent.engines.gpu.kernels.dense import DenseLayer, DenseStep
     from consequent.engines.gpu.kernels.features import FeatureLayer, PreparedFeatures
 
 
+@dataclass
+class KernelSolution(Solution):
+    """One of those that the kernels have found together; only they know it.
+
+    Attributes:
+        step: all of them.
+    """
+
+    step: "FusedStep | None" = None
+
+
+class ByKernels:
+    """Takes the usual layers on a GPU that is not waited for, if all works are on one."""
+
+    def solve(self, works: Sequence[Work]) -> list[Solution]:
+        """Solutions for the works that there are kernels for."""
+        devices = {work.record.weight.device for work in works}
+        if len(devices) != 1 or any(work.may_wait for work in works) or not kernels.run_on(*devices):
+            return []
+        step = FusedStep(*devices)
+        taken = [record for record, damping, _, scale in works if step.take(record, damping, scale)]
+        if not taken:
+            return []
+        step.prepare()
+        return [KernelSolution(record, step.sides[record], finite=True, step=step) for record in taken]
+
+    def write(self, solutions: Sequence[Solution], outcome: Outcome) -> None:
+        """Write all gradients; the kernels look for themselves whether the step is one to be taken."""
+        step = fused_step_of(solutions)
+        if step is not None:
+            counts = outcome.counts(step.device)
+            step.write(counts, counts_step=outcome.counts_step, counts_skip=outcome.counts_skip)
+
+
+def fused_step_of(solutions: Sequence[Solution]) -> "FusedStep | None":
+    """What the kernels have prepared, if any of the solutions is theirs."""
+    return next((solution.step for solution in solutions if isinstance(solution, KernelSolution)), None)
+
+
 class FusedStep:
-    """The records that the kernels correct together, all on one device."""
+    """The records that the kernels correct together, all on one device.
+
+    Attributes:
+        sides: of those, on which each is solved.
+        is_bad: int32 of one element, on the device: 1 if NaN or inf was met. Others may set it as well.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -36,9 +84,7 @@ class FusedStep:
         self._output_grads_there: list[torch.cuda.Event | None] = []
         self._dense_step: DenseStep | None = None
         self._prepared: PreparedFeatures | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self.sides)
+        self.is_bad: Tensor
 
     def take(self, record: Record, damping: Damping, scale: float) -> bool:
         """Take the record if there is a kernel for it.
@@ -85,12 +131,8 @@ class FusedStep:
         self.sides[record] = "samples"
         return True
 
-    def prepare(self) -> Tensor:
-        """Solve for all layers; no gradient is written yet.
-
-        Returns:
-            int32 of one element, on the device: 1 if NaN or inf was met. Others may set it as well.
-        """
+    def prepare(self) -> None:
+        """Solve for all layers; no gradient is written yet."""
         aside = self._fork()
         with nullcontext() if aside is None else switched_to(aside.stream):
             flags = torch.zeros(1 + len(self._dense), dtype=torch.int32, device=self.device)
@@ -108,25 +150,19 @@ class FusedStep:
             aside.join()
         if self._dense_step is not None:
             self._dense_step.look()
-        bad = flags[:1]
+        self.is_bad = flags[:1]
         if self._features:
             from consequent.engines.gpu.kernels.features import prepare_features
 
-            self._prepared = prepare_features(self._features, bad)
-        return bad
+            self._prepared = prepare_features(self._features, self.is_bad)
 
-    def write(
-        self, counts: Tensor, *, counts_step: bool = False, counts_skip: bool = False
-    ) -> dict[Record, list[Tensor]]:
+    def write(self, counts: Tensor, *, counts_step: bool = False, counts_skip: bool = False) -> None:
         """Write all gradients, or zeros into all of them if NaN or inf was met.
 
         Args:
             counts: int64, on the device, an element for each of :data:`consequent.reports.counters.NAMES`; added to.
             counts_step: whether this is counted as a step,
             counts_skip: and, if NaN or inf was met, as a skipped one.
-
-        Returns:
-            the parameters that got a new gradient, by record.
         """
         steps, skips = int(counts_step), int(counts_skip)
         if self._dense_step is not None:
@@ -136,10 +172,8 @@ class FusedStep:
             from consequent.engines.gpu.kernels.features import write_features
 
             write_features(self._prepared, counts, steps=steps, skips=skips)
-        written = {record: trained(record) for record in self.sides}
-        grads = [parameter.grad for parameters in written.values() for parameter in parameters]
+        grads = [parameter.grad for record in self.sides for parameter in trained(record)]
         torch.autograd.graph.increment_version([grad for grad in grads if grad is not None])
-        return written
 
     def _solve_aside(self, step: "DenseStep", aside: Fork) -> None:
         """The last layer apart: the backward pass comes to it last, and nearly at its end."""
@@ -155,15 +189,6 @@ class FusedStep:
         if not self._dense or not graph_is_being_captured():
             return None
         return Fork(side_stream(self.device, "samples"), self._inputs_there)
-
-
-def fused_step_for(records: list[Record], *, may_wait: bool) -> FusedStep | None:
-    """A step on the device of the records, if there are kernels for it and all records are on it."""
-    devices = {record.weight.device for record in records}
-    if may_wait or len(devices) != 1:
-        return None
-    (device,) = devices
-    return FusedStep(device) if kernels.run_on(device) else None
 
 
 def _grads_of_one_layer(record: Record) -> tuple[Tensor, Tensor | None] | None:
