@@ -1,0 +1,35 @@
+"""Which damping, and which learning rate, should be the default? Plain optimisers and their C- versions on 16 tasks.
+
+From the repository's root, on CPUs, one thread for each worker:
+
+    export OMP_NUM_THREADS=1 PYTHONPATH=src
+    python -m benchmarks.defaults search  --workers 16   # every rate of every contestant, tuning seed 100
+    python -m benchmarks.defaults confirm --workers 16   # the best rates of the search, seeds 0, 1, 2
+    python -m benchmarks.defaults fixed   --workers 16   # one rate for all tasks, seeds 0, 1, 2
+    python -m benchmarks.defaults stress  --workers 16   # ten times the best rate, at one damping
+    python -m benchmarks.defaults summary                # the tables below, in Markdown
+
+Each run is a line of JSON in ``--results`` (default: runs/defaults.jsonl). A run whose line is there is not repeated:
+a study that was killed goes on where it was. ``time`` runs every task once and says how long that took; ``--quick`` is
+a few tasks with a few steps, to see that all of it works.
+
+The measure, fixed before any value was seen:
+
+* A run's *final loss* is the loss over a large fixed part of the training set after the last step. It *diverged* if the
+  loss is then NaN or infinite, or more than ten times what it was before the first step.
+* The *tuned plain* optimiser of a task is the one, with the rate, that has the lowest final loss at the tuning seed:
+  SGD or SGD with Nesterov's momentum for C-SGD, C-Momentum and C-Nesterov; Adam for C-Adam.
+* The *ratio* of a run is its final loss divided by that of the tuned plain optimiser with the same seed. It is held
+  between 1/100 and 100, and is 100 if the run diverged. (Where the plain run diverged, its loss before the first step
+  stands for its final one.) In classification a loss below 0.002 counts as 0.002: the set is learned by heart.
+* The *verdict* on a contestant and a damping is the geometric mean of the ratio over seeds and tasks, all tasks alike;
+  beside it the worst task (geometric mean over its seeds) and the number of runs that diverged. Lower is better, and
+  below 1 is better than tuned plain.
+
+"Tuned" runs have their own rate for each task, found at the tuning seed; "fixed" ones have one rate for all tasks,
+because good without tuning means that.
+
+Rates are constant over a run. Grids: C-SGD and plain SGD as they are; with momentum 0.9 a step grows ten times longer,
+so the C- versions with momentum are spared the rate 1 and are given 0.001 instead. Plain SGD may go up to 10, since a
+mean over many outputs, as in ``F.mse_loss``, shortens its steps.
+"""

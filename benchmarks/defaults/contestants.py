@@ -1,0 +1,75 @@
+"""Who takes part: plain optimisers and their C- versions, the rates and the dampings that are tried."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn, optim
+
+SGD_RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+ADAM_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+C_SGD_RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+C_MOMENTUM_RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
+
+DAMPINGS = (*(f"relative {rho}" for rho in (0.01, 0.03, 0.1, 0.2, 0.3, 1, 3)), "absolute 0.01", "absolute 1")
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """An optimiser, plain or corrected.
+
+    Attributes:
+        optimiser: makes it from a model and a rate.
+        rates: those that are tried.
+        advised: the rate that one would start with.
+        is_corrected: whether the correction is attached.
+        plain: the plain optimisers that it is compared with; the better one counts.
+        kin: the plain optimiser of the same kind, with which learning rates are compared.
+    """
+
+    optimiser: Callable[[nn.Module, float], optim.Optimizer]
+    rates: tuple[float, ...]
+    advised: float
+    is_corrected: bool = True
+    plain: tuple[str, ...] = ()
+    kin: str = ""
+
+
+def sgd(model: nn.Module, rate: float) -> optim.Optimizer:
+    """SGD."""
+    return optim.SGD(model.parameters(), lr=rate)
+
+
+def momentum(model: nn.Module, rate: float) -> optim.Optimizer:
+    """SGD with momentum."""
+    return optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+
+
+def nesterov(model: nn.Module, rate: float) -> optim.Optimizer:
+    """SGD with Nesterov's momentum."""
+    return optim.SGD(model.parameters(), lr=rate, momentum=0.9, nesterov=True)
+
+
+def adam(model: nn.Module, rate: float) -> optim.Optimizer:
+    """Adam."""
+    return optim.Adam(model.parameters(), lr=rate)
+
+
+CONTESTANTS = {
+    "sgd": Contestant(sgd, SGD_RATES, 0.1, is_corrected=False),
+    "nesterov": Contestant(nesterov, SGD_RATES, 0.01, is_corrected=False),
+    "adam": Contestant(adam, ADAM_RATES, 1e-3, is_corrected=False),
+    "c-sgd": Contestant(sgd, C_SGD_RATES, 0.1, plain=("sgd", "nesterov"), kin="sgd"),
+    "c-momentum": Contestant(momentum, C_MOMENTUM_RATES, 0.01, plain=("sgd", "nesterov"), kin="nesterov"),
+    "c-nesterov": Contestant(nesterov, C_MOMENTUM_RATES, 0.01, plain=("sgd", "nesterov"), kin="nesterov"),
+    "c-adam": Contestant(adam, ADAM_RATES, 1e-3, plain=("adam",), kin="adam"),
+}
+
+
+def damping_argument(damping: str) -> dict[str, float]:
+    """What ``consequent.attach`` is given.
+
+    >>> damping_argument("relative 0.1"), damping_argument("absolute 1")
+    ({'relative_damping': 0.1}, {'damping': 1.0})
+    """
+    kind, value = damping.split()
+    return {{"relative": "relative_damping", "absolute": "damping"}[kind]: float(value)}

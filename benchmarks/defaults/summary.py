@@ -1,0 +1,239 @@
+"""Tables of what the runs came to, in Markdown. The measure is defined in the package's docstring."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+from benchmarks.defaults.contestants import CONTESTANTS
+from benchmarks.defaults.study import TUNING_SEED, Record, Results, Run, Scope, stress
+
+LARGEST_RATIO = 100.0
+CORRECTED = tuple(name for name, contestant in CONTESTANTS.items() if contestant.is_corrected)
+
+
+def tuned_plain(scope: Scope, results: Results, task: str, names: Sequence[str]) -> tuple[str, float] | None:
+    """The plain optimiser, among these, and its rate with the lowest final loss at the tuning seed."""
+    found = []
+    for name in names:
+        rate = results.best_rate(scope, task, name, "")
+        if rate is not None:
+            found.append((results.records[Run(task, name, "", rate, TUNING_SEED, scope.steps)]["final"], name, rate))
+    return min(found)[1:] if found else None
+
+
+def log_ratio(record: Record, plain: Record) -> float:
+    """The logarithm of a run's ratio to the tuned plain one."""
+    if record["diverged"]:
+        return math.log(LARGEST_RATIO)
+    floor = max(record["floor"], 1e-30)
+    of_plain = plain["initial"] if plain["diverged"] else plain["final"]
+    ratio = max(record["final"], floor) / max(of_plain, floor)
+    return math.log(min(max(ratio, 1 / LARGEST_RATIO), LARGEST_RATIO))
+
+
+class Verdict:
+    """Ratios of one contestant over tasks and seeds."""
+
+    def __init__(self) -> None:
+        self.of_task: dict[str, list[float]] = {}
+        self.diverged = 0
+
+    def add(self, record: Record, plain: Record) -> None:
+        """Take a run into account."""
+        self.of_task.setdefault(record["task"], []).append(log_ratio(record, plain))
+        self.diverged += record["diverged"]
+
+    @property
+    def runs(self) -> int:
+        """How many runs were taken into account."""
+        return sum(map(len, self.of_task.values()))
+
+    @property
+    def mean(self) -> float:
+        """The geometric mean over seeds and tasks."""
+        return math.exp(statistics.fmean(map(statistics.fmean, self.of_task.values())))
+
+    @property
+    def worst(self) -> tuple[float, str]:
+        """The worst task's ratio, and its name."""
+        return max((math.exp(statistics.fmean(ratios)), task) for task, ratios in self.of_task.items())
+
+    def __str__(self) -> str:
+        if not self.of_task:
+            return "–"
+        ratio, task = self.worst
+        diverged = f", {self.diverged} of {self.runs} diverged" if self.diverged else ""
+        return f"**{self.mean:.2f}** ({ratio:.2g} {task}{diverged})"
+
+
+class Judge:
+    """Finds the runs that are to be compared."""
+
+    def __init__(self, scope: Scope, results: Results) -> None:
+        self.scope, self.results = scope, results
+
+    def record(self, task: str, contestant: str, damping: str, rate: float | None, seed: int) -> Record | None:
+        """A run that was made, if it was."""
+        if rate is None:
+            return None
+        return self.results.records.get(Run(task, contestant, damping, rate, seed, self.scope.steps))
+
+    def tuned_rate(self, task: str, contestant: str, damping: str) -> float:
+        """The best rate at the tuning seed; the lowest if all diverged."""
+        return self.results.best_rate(self.scope, task, contestant, damping) or self.scope.rates(contestant)[0]
+
+    def verdict(
+        self, contestant: str, damping: str, rate: float | None, seeds: Iterable[int], tasks: Iterable[str] = ()
+    ) -> Verdict:
+        """All tasks with one rate, or each with its best one if that is None."""
+        found = Verdict()
+        names = CONTESTANTS[contestant].plain or tuple(name for name in CONTESTANTS if name == contestant)
+        if contestant in ("sgd", "nesterov"):
+            names = ("sgd", "nesterov")
+        for task in tasks or self.scope.tasks:
+            best_plain = tuned_plain(self.scope, self.results, task, names)
+            if best_plain is None:
+                continue
+            chosen = self.tuned_rate(task, contestant, damping) if rate is None else rate
+            for seed in seeds:
+                record = self.record(task, contestant, damping, chosen, seed)
+                plain = self.record(task, best_plain[0], "", best_plain[1], seed)
+                if record is not None and plain is not None:
+                    found.add(record, plain)
+        return found
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def by_damping(judge: Judge, rates: dict[str, float] | None, seeds: Sequence[int]) -> str:
+    """The verdicts: a row for each damping, a column for each contestant."""
+    rows = [
+        [damping, *(judge.verdict(name, damping, rates and rates[name], seeds) for name in CORRECTED)]
+        for damping in judge.scope.dampings
+    ]
+    if rates is not None:
+        plain = {"c-sgd": "sgd", "c-momentum": "nesterov", "c-nesterov": "nesterov", "c-adam": "adam"}
+        rows.append(["plain", *(judge.verdict(plain[name], "", rates[plain[name]], seeds) for name in CORRECTED)])
+    return table(["damping", *CORRECTED], rows)
+
+
+def by_rate(judge: Judge, contestant: str) -> str:
+    """One rate for all tasks, at the tuning seed: a row for each damping, a column for each rate."""
+    rates = judge.scope.rates(contestant)
+
+    def cell(damping: str, rate: float) -> str:
+        found = judge.verdict(contestant, damping, rate, [TUNING_SEED])
+        return f"{found.mean:.2f} ({found.worst[0]:.2g}; {found.diverged})" if found.of_task else "–"
+
+    dampings = judge.scope.dampings if CONTESTANTS[contestant].is_corrected else ("",)
+    rows = [[damping or "plain", *(cell(damping, rate) for rate in rates)] for damping in dampings]
+    return table([contestant, *(f"{rate:g}" for rate in rates)], rows)
+
+
+def loss_text(records: Sequence[Record | None]) -> str:
+    """The geometric mean of final losses."""
+    finals = [record["final"] for record in records if record is not None and not record["diverged"]]
+    if not finals or len(finals) < len(records):
+        return f"{len(records) - len(finals)} of {len(records)} diverged or missing"
+    return f"{math.exp(statistics.fmean(math.log(max(final, 1e-30)) for final in finals)):.3g}"
+
+
+def by_task(judge: Judge, damping: str) -> str:
+    """Final losses and ratios, each task with its tuned rates: geometric means over seeds."""
+    rows = []
+    for task in judge.scope.tasks:
+        row = [task]
+        for name, contestant in CONTESTANTS.items():
+            of_case = damping if contestant.is_corrected else ""
+            rate = judge.tuned_rate(task, name, of_case)
+            text = loss_text([judge.record(task, name, of_case, rate, seed) for seed in judge.scope.seeds])
+            if contestant.is_corrected:
+                found = judge.verdict(name, of_case, None, judge.scope.seeds, [task])
+                text += f" (× {found.mean:.2f})" if found.of_task else ""
+            row.append(text)
+        rows.append(row)
+    return table(["task", *CONTESTANTS], rows)
+
+
+def learning_rates(judge: Judge, damping: str) -> str:
+    """The best rates at the tuning seed, plain → corrected, and the median of their quotient."""
+    rows: list[list[str]] = []
+    quotients: dict[str, list[float]] = {name: [] for name in CORRECTED}
+    at_an_end = dict.fromkeys(CORRECTED, 0)
+    for task in judge.scope.tasks:
+        row = [task]
+        for name in CORRECTED:
+            plain = judge.results.best_rate(judge.scope, task, CONTESTANTS[name].kin, "")
+            own = judge.results.best_rate(judge.scope, task, name, damping)
+            if plain is None or own is None:
+                row.append("–")
+                continue
+            quotients[name].append(own / plain)
+            at_an_end[name] += own in (judge.scope.rates(name)[0], judge.scope.rates(name)[-1])
+            row.append(f"{plain:g} → {own:g}")
+        rows.append(row)
+    medians = [f"× {statistics.median(found):.2g}" if found else "–" for found in quotients.values()]
+    rows.append(["**median of the quotient**", *medians])
+    rows.append(["best rate at an end of its grid", *map(str, at_an_end.values())])
+    return table(["task", *(f"{CONTESTANTS[name].kin} → {name}" for name in CORRECTED)], rows)
+
+
+def under_stress(judge: Judge, damping: str) -> str:
+    """Ten times the best rate: how many runs ended in NaN or infinity, diverged, or still learned."""
+    runs = stress(judge.scope, judge.results, damping)
+    rows = []
+    for name in CORRECTED:
+        found = [judge.results.records.get(run) for run in runs if run.contestant == name]
+        records = [record for record in found if record is not None]
+        not_finite = sum(record["final"] is None for record in records)
+        diverged = sum(record["diverged"] for record in records)
+        learned = sum(not record["diverged"] and record["final"] < record["initial"] for record in records)
+        rows.append([name, len(records), not_finite, diverged - not_finite, len(records) - diverged - learned, learned])
+    head = ["", "runs", "NaN or infinite", "more than 10 × the first loss", "above the first loss", "below it"]
+    return table(head, rows)
+
+
+def seconds(judge: Judge) -> str:
+    """Seconds for each run, medians."""
+    rows = []
+    for task in judge.scope.tasks:
+        row = [task]
+        for corrected in (False, True):
+            found = [
+                record["seconds"]
+                for record in judge.results.records.values()
+                if record["task"] == task
+                and record["steps"] == judge.scope.steps
+                and CONTESTANTS[record["contestant"]].is_corrected == corrected
+            ]
+            row.append(f"{statistics.median(found):.2f}" if found else "–")
+        rows.append(row)
+    return table(["task", "plain", "C-"], rows)
+
+
+def tables(scope: Scope, results: Results, rates: dict[str, float], damping: str) -> str:
+    """The whole summary."""
+    judge = Judge(scope, results)
+    seeds = ", ".join(map(str, scope.seeds))
+    advised = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
+    parts = [
+        f"## Each task with its best rate, seeds {seeds}\n\nFinal loss ÷ tuned plain: geometric mean (worst task).",
+        by_damping(judge, None, scope.seeds),
+        f"## One rate for all tasks ({advised}), seeds {seeds}",
+        by_damping(judge, rates, scope.seeds),
+        f"## One rate for all tasks, tuning seed {TUNING_SEED}\n\nGeometric mean (worst task; how many diverged).",
+        *(by_rate(judge, name) for name in CONTESTANTS),
+        f"## By task, {damping}, each with its best rate, seeds {seeds}\n\nFinal losses (÷ tuned plain).",
+        by_task(judge, damping),
+        f"## Learning rates, {damping}, tuning seed {TUNING_SEED}",
+        learning_rates(judge, damping),
+        f"## Ten times the best rate, {damping}, seeds {seeds}",
+        under_stress(judge, damping),
+        "## Seconds for each run, medians",
+        seconds(judge),
+    ]
+    return "\n\n".join(parts)
