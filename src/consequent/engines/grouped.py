@@ -18,7 +18,8 @@ from consequent.capture.torch_internals import answers_at_once
 from consequent.engines.engine import Work, WritesOneByOne
 from consequent.maths.damping import Damping
 from consequent.maths.ridge import keeps_digits
-from consequent.statistics.row_matrices import RowMatrices
+from consequent.statistics.gradients import change_of, trace_of
+from consequent.statistics.row_matrices import RowMatrices, energy_of
 from consequent.statistics.rows import Rows
 from consequent.statistics.solution import Solution
 
@@ -50,7 +51,7 @@ class Grouped(WritesOneByOne):
                 constant = torch.full((count, count), float(has_bias), dtype=dtype, device="cpu")
                 if not damping.relative:
                     constant.diagonal().add_(damping.value)
-                solved = _solutions_of_group(members, constant, damping if damping.relative else None)
+                solved = _solutions_of_group(members, constant, damping)
                 solutions += [replace(solution, scale=scale) for solution in solved]
         return solutions
 
@@ -79,32 +80,41 @@ def _is_usual(record: Record) -> bool:
     )
 
 
-def _solutions_of_group(members: list[_Member], constant: Tensor, relative: Damping | None) -> list[Solution]:
+def _solutions_of_group(members: list[_Member], constant: Tensor, damping: Damping) -> list[Solution]:
     """Solve for members of one batch size.
 
     Args:
         members: the layers.
         constant: what ``X Xᵀ`` of the features lacks: the ones of a bias, and λ on the diagonal if it is absolute.
-        relative: λ if it is not.
+        damping: λ.
     """
     damped = constant.new_empty(len(members), *constant.shape)
+    levels = [] if damping.relative else [damping.value] * len(members)
     for target, member in zip(damped.unbind(), members, strict=True):
         assert member.rows.features is not None
         X = member.rows.features[0]
         torch.addmm(constant, X, X.mT, out=target)
-        if relative is not None:
-            target.diagonal().add_(relative.level(*member.rows.size).at(target.trace()))
+        if damping.relative:
+            level = damping.level(*member.rows.size).at(target.trace()).item()
+            target.diagonal().add_(level)
+            levels.append(level)
     factors, info = torch.linalg.cholesky_ex(damped)
     good = keeps_digits(damped, factors).logical_and_(info == 0).tolist()
     identity = torch.eye(len(constant), dtype=constant.dtype, device="cpu")
     inverses = torch.linalg.solve_triangular(factors, identity, upper=False)
     solutions = []
-    for (record, rows, factor), inverse, is_good in zip(members, inverses.unbind(), good, strict=True):
+    traces = trace_of(damped).tolist()
+    for (record, rows, factor), inverse, is_good, level, trace in zip(
+        members, inverses.unbind(), good, levels, traces, strict=True
+    ):
         if not is_good:
             continue
         coefficients = inverse.mT @ (inverse @ rows.output_grads[0])
+        energy = energy_of(coefficients, rows.output_grads[0], level).item()
         if factor != 1.0:
             coefficients *= factor
+            energy *= float(factor) ** 2
         finite = math.isfinite(coefficients.sum().item())
-        solutions.append(Solution(record, "samples", finite, coefficients=coefficients[None], rows=rows))
+        change = change_of(record, energy, trace - len(constant) * level)
+        solutions.append(Solution(record, "samples", finite, coefficients=coefficients[None], rows=rows, change=change))
     return solutions

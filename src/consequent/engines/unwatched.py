@@ -14,7 +14,8 @@ from consequent.capture.records import Record
 from consequent.engines.engine import Work, WritesOneByOne
 from consequent.engines.inverse_factor import inverse_factor
 from consequent.maths.damping import Damping
-from consequent.statistics.row_matrices import RowMatrices
+from consequent.statistics.gradients import change_of
+from consequent.statistics.row_matrices import RowMatrices, energy_of
 from consequent.statistics.rows import Rows
 from consequent.statistics.solution import Solution
 
@@ -51,14 +52,15 @@ def _solutions_of_group(members: list[tuple[Record, RowMatrices]], damping: Damp
     trace, level, is_good, _ = solver.status.unbind(-1)  # [members, groups]
     plain = edited[:, None] | (is_good == 0)
     kept = torch.where(plain, 1 / (trace + level), 0)
-    coefficients = []
+    coefficients, energies = [], []
     for place, (_, rows) in enumerate(members):
         inverse = solver.inverse[place]
-        solution = inverse.mT @ (inverse @ rows.output_grads) * factors[place]
-        coefficients.append(solution.masked_fill_(plain[place, :, None, None], 0))
+        solution = inverse.mT @ (inverse @ rows.output_grads)
+        energies.append(energy_of(solution, rows.output_grads, level[place, :, None, None]) * factors[place] ** 2)
+        coefficients.append((solution * factors[place]).masked_fill_(plain[place, :, None, None], 0))
     sums = torch.stack([solution.sum() for solution in coefficients])
     finite = (sums + trace.sum(-1) + found).isfinite()
-    rescued = solver.is_rescued.sum(-1)
+    rescued, traces = solver.is_rescued.sum(-1), trace.sum(-1)
     fallen_back = ((is_good == 0) & trace.isfinite()).sum(-1)
     return [
         Solution(
@@ -71,6 +73,7 @@ def _solutions_of_group(members: list[tuple[Record, RowMatrices]], damping: Damp
             rescued=rescued[place],
             fallen_back=fallen_back[place],
             edited=edited[place].long(),
+            change=change_of(record, energies[place], traces[place]),
         )
         for place, (record, rows) in enumerate(members)
     ]

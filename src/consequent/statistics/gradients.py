@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from consequent.maths.bound import Change
 from consequent.maths.damping import Damping
 
 if TYPE_CHECKING:
@@ -120,3 +121,21 @@ def factor_since(record: "Record", *, may_wait: bool) -> Tensor | None:
 def trace_of(matrix: Tensor) -> Tensor:
     """``[...]`` of ``[..., n, n]``."""
     return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def change_of(record: "Record", energy: float | Tensor, trace: float | Tensor) -> Change:
+    """What the bound asks of a new gradient.
+
+    Args:
+        record: whose it is.
+        energy: ``⟨U, G⟩``.
+        trace: of ``XXᵀ``, of all groups together.
+    """
+    operation = record.operation
+    outputs = record.weight.numel() // operation.features
+    return Change(energy, trace, record.columns * operation.groups, outputs, trained(record))
+
+
+def dot(one: Tensor, other: Tensor) -> Tensor:
+    """``⟨one, other⟩``, in float32 or better."""
+    return torch.dot(one.reshape(-1), other.reshape(-1).to(one.dtype))

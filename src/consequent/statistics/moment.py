@@ -14,7 +14,14 @@ from consequent.engines.inverse_factor import InverseFactor, inverse_factor
 from consequent.maths.damping import Damping
 from consequent.maths.precision import in_full_precision
 from consequent.maths.ridge import damped_solve_or_fall_back, quick_solve
-from consequent.statistics.gradients import apart_from_rows, columns_with_gradient, gradient_matrix, trace_of
+from consequent.statistics.gradients import (
+    apart_from_rows,
+    change_of,
+    columns_with_gradient,
+    dot,
+    gradient_matrix,
+    trace_of,
+)
 from consequent.statistics.solution import Solution
 from consequent.statistics.statistic import Statistic, with_bias_of
 
@@ -71,18 +78,23 @@ class Moment(Statistic):
         gradient = gradient_matrix(record).to(matrix.dtype)
         apart = apart_from_rows(record, damping, trace_of(matrix), may_wait=may_wait) if record.beside else None
         factor = self.factor_for(damping) if len(columns) == self.columns else None  # otherwise of another matrix
+        trace = trace_of(matrix).sum()
         explained = gradient if apart is None else gradient - apart.all
         solved = solve_with_moment(matrix, explained, self.rows, damping, may_wait=may_wait, factor=factor)
-        gradient = solved.gradient if apart is None or apart.shortened is None else solved.gradient + apart.shortened
-        others = None if apart is None else apart.others
+        others = None
+        if apart is not None:
+            others, gradient = apart.others, gradient if apart.others is None else gradient - apart.others
+            if apart.shortened is not None:
+                solved = solved._replace(gradient=solved.gradient + apart.shortened)
         return Solution(
             record,
             "features",
             solved.finite,
-            gradient,
+            solved.gradient,
             others=others,
             rescued=solved.rescued,
             fallen_back=solved.fallen_back,
+            change=change_of(record, dot(solved.gradient, gradient), trace),
         )
 
 
@@ -111,13 +123,22 @@ class Factor(Statistic):
         if self.cholesky is not None:
             gradient = gradient_matrix(record).to(self.cholesky.dtype)
             solution = torch.cholesky_solve(gradient.mT, self.cholesky)
-            return Solution(record, "features", math.isfinite(solution.sum().item()), solution.mT)
+            squared = self.cholesky.square().sum()  # the trace of the moment plus λ times its size
+            level = damping.level(self.rows, self.columns)
+            size = self.columns * len(self.cholesky)
+            trace = squared / (1 + level.value * self.columns) if level.of_trace else squared - level.value * size
+            change = change_of(record, dot(solution.mT, gradient), trace)
+            return Solution(record, "features", math.isfinite(solution.sum().item()), solution.mT, change=change)
         factor = self.factor_for(damping)
         assert factor is not None
         gradient = gradient_matrix(record).to(factor.inverse.dtype)
         solution, more_damped, failures = factor.solve(gradient.mT)
-        finite = (factor.status[..., 0].sum() + gradient.sum() + solution.sum()).isfinite()
-        return Solution(record, "features", finite, solution.mT, rescued=more_damped, fallen_back=failures)
+        trace = factor.status[..., 0].sum()
+        finite = (trace + gradient.sum() + solution.sum()).isfinite()
+        change = change_of(record, dot(solution.mT, gradient), trace)
+        return Solution(
+            record, "features", finite, solution.mT, rescued=more_damped, fallen_back=failures, change=change
+        )
 
 
 class Solved(NamedTuple):

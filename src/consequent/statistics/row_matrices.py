@@ -14,6 +14,7 @@ from consequent.layers import Operation
 from consequent.layers.operation import at_least_float32
 from consequent.maths.damping import Damping, Level
 from consequent.maths.ridge import damped_solve_or_fall_back, quick_solve
+from consequent.statistics.gradients import dot
 
 
 class Coefficients(NamedTuple):
@@ -25,6 +26,8 @@ class Coefficients(NamedTuple):
         rescued: matrices that needed float64, or more damping.
         fallen_back: matrices that could not be factorised even so.
         shortening: ``1 / (trace + λ)``, ``[groups]``, for those; None where it was looked at and there are none.
+        energy: ``⟨U, G⟩`` of the new and the old gradient,
+        trace: and that of ``XXᵀ``, for the bound; both of all groups together.
     """
 
     values: Tensor | None
@@ -32,6 +35,8 @@ class Coefficients(NamedTuple):
     rescued: int | Tensor = 0
     fallen_back: int | Tensor = 0
     shortening: Tensor | None = None
+    energy: float | Tensor = 0.0
+    trace: float | Tensor = 0.0
 
 
 class RowMatrices:
@@ -155,7 +160,9 @@ class RowMatrices:
             self.__dict__.pop("ones", None)
             if dZ.dtype != torch.float64:
                 rescued = len(gram) - fallen_back
-        return Coefficients(values, math.isfinite(values.sum().item()), rescued, fallen_back)
+        energy = energy_of(values, self.output_grads, added)
+        finite = math.isfinite(values.sum().item())
+        return Coefficients(values, finite, rescued, fallen_back, energy=energy, trace=trace.sum())
 
     def _solve_unseen(self, gram: Tensor, level: Level) -> Coefficients:
         factor = inverse_factor(gram, level)
@@ -165,7 +172,8 @@ class RowMatrices:
         shortening = torch.where(is_good == 0, 1 / (trace + levels), 0)
         finite = (values.sum() + gram.diagonal(dim1=-2, dim2=-1).sum() + self.output_grads.sum()).isfinite()
         fallen_back = ((is_good == 0) & trace.isfinite()).sum()
-        return Coefficients(values, finite, factor.is_rescued.sum(), fallen_back, shortening)
+        energy = energy_of(values, self.output_grads, levels[:, None, None])
+        return Coefficients(values, finite, factor.is_rescued.sum(), fallen_back, shortening, energy, trace.sum())
 
     @property
     def size(self) -> tuple[int, int]:
@@ -193,6 +201,20 @@ class RowMatrices:
         if self.has_one_bias_everywhere:
             return [coefficients.sum(-2)]
         return [] if self.ones is None else list((coefficients.mT @ self.ones).unbind(-1))
+
+
+def energy_of(coefficients: Tensor, output_grads: Tensor, level: float | Tensor) -> Tensor:
+    """``⟨U, G⟩`` of ``G = ΔZᵀX`` and ``U = AᵀX`` with ``(X Xᵀ + λI) A = ΔZ``: it is ``⟨ΔZ, ΔZ − λA⟩``.
+
+    Args:
+        coefficients: A, ``[groups, rows, out_features]``.
+        output_grads: ΔZ, likewise.
+        level: λ, a number or ``[groups, 1, 1]``.
+    """
+    if isinstance(level, Tensor) and len(coefficients) > 1:
+        return (output_grads * (output_grads - level * coefficients)).sum()
+    level = level.reshape(()) if isinstance(level, Tensor) else level
+    return dot(output_grads, output_grads) - level * dot(output_grads, coefficients)
 
 
 def _concatenated(blocks: list[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from consequent.capture.edits import factors_of_gradients
 from consequent.capture.use import Use
 from consequent.maths.damping import Damping
 from consequent.maths.precision import in_full_precision
-from consequent.statistics.gradients import apart_from_rows, gradient_matrix, trace_of
+from consequent.statistics.gradients import apart_from_rows, change_of, dot, gradient_matrix, trace_of
 from consequent.statistics.moment import Moment
 from consequent.statistics.row_matrices import RowMatrices
 from consequent.statistics.solution import Solution
@@ -73,18 +73,30 @@ class Rows(Statistic):
             X, dZ = rows.whole(), rows.output_grads
             finite = math.isfinite(X.sum() + dZ.sum() + factor)
             gradient = (torch.linalg.pinv(X) @ dZ).mT * factor if finite else torch.zeros_like(dZ.mT @ X)
-            return Solution(record, "samples", finite, _plus(gradient, shortened), others=others)
-        values, is_finite, rescued, fallen_back, _ = rows.solve(damping, may_wait=True)
+            change = change_of(record, dot(dZ, dZ) * factor**2, X.square().sum())
+            return Solution(record, "samples", finite, _plus(gradient, shortened), others=others, change=change)
+        solved = rows.solve(damping, may_wait=True)
+        values = solved.values
         if values is None:
             return Solution(record, "samples", False)
         if factor != 1.0:
             values *= factor
-        finite = bool(is_finite) and math.isfinite(factor)
-        solution = Solution(record, "samples", finite, others=others, rescued=rescued, fallen_back=fallen_back)
+        solution = Solution(
+            record,
+            "samples",
+            bool(solved.finite) and math.isfinite(factor),
+            others=others,
+            rescued=solved.rescued,
+            fallen_back=solved.fallen_back,
+            change=change_of(record, solved.energy * factor**2, solved.trace),
+        )
         if shortened is None:
             solution.coefficients, solution.rows = values, rows
         else:
             solution.gradient = values.mT @ rows.whole() + shortened
+            wanted = gradient_matrix(record).to(values.dtype)
+            energy = dot(solution.gradient, wanted if others is None else wanted - others)
+            solution.change = change_of(record, energy, solved.trace)
         return solution
 
 
@@ -101,5 +113,7 @@ def _shortened(record: "Record", rows: RowMatrices, damping: Damping) -> Solutio
     trace = trace_of(gram)
     level = damping.level(*rows.size).at(trace)
     bound = (trace + level).clamp(min=torch.finfo(gram.dtype).tiny)[..., None, None]
-    gradient = gradient_matrix(record).to(gram.dtype) / bound
-    return Solution(record, "samples", bool(gradient.sum().isfinite()), gradient, edited=True)
+    edited = gradient_matrix(record).to(gram.dtype)
+    gradient = edited / bound
+    change = change_of(record, dot(gradient, edited), trace.sum())
+    return Solution(record, "samples", bool(gradient.sum().isfinite()), gradient, edited=True, change=change)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from consequent.maths.bound import Change
 from consequent.statistics.gradients import split, trained
 from consequent.statistics.row_matrices import RowMatrices
 
@@ -30,6 +31,7 @@ class Solution:
         fallen_back: factorisations that failed: a shortened plain gradient instead.
         edited: whether the gradient in ``.grad`` was no multiple of ``ΔZ Xᵀ``.
         scale: what the gradient is multiplied by when it is written, ``others`` aside.
+        change: what the bound asks of it.
     """
 
     record: "Record"
@@ -43,7 +45,8 @@ class Solution:
     rescued: int | Tensor = 0
     fallen_back: int | Tensor = 0
     edited: bool | Tensor = False
-    scale: float = 1.0
+    scale: float | Tensor = 1.0
+    change: Change | None = None
 
     def write(self, finite: bool | Tensor) -> None:
         """Put the new gradients in the place of the old ones; zeros unless finite."""
