@@ -69,7 +69,8 @@ def divided_by_counts(operation: Any, gradient: Tensor, counts: Tensor, rows: in
         rows: of X.
         damping: λ.
     """
-    level = damping.level(rows, counts.shape[0]).at(counts.sum())
+    trace = counts.sum().to(torch.promote_types(counts.dtype, gradient.dtype))  # λ is to have the gradient's digits
+    level = damping.level(rows, counts.shape[0]).at(trace)
     corrected: Tensor = operation.corrected(gradient, counts, level)
     return corrected
 
@@ -120,7 +121,8 @@ def _by_bags(record: Record, gradient: Tensor, damping: Damping, *, may_wait: bo
     factor = multiple(explained, plain, level)
     coefficients, rescued, fallen_back = coefficients_of_bags(operation, X, dZ, damping)
     if factor is None:  # edited: as it is, shortened until it cannot overshoot
-        bound = _values(X).square().sum() + damping.value
+        trace = operation.gram(X).diagonal(dim1=-2, dim2=-1).sum()  # of X itself, which may have entries twice
+        bound = trace + damping.level(*X.shape).at(trace)
         table = explained / bound.clamp(min=torch.finfo(plain.dtype).tiny)
     else:
         table = operation.weight_gradient(X, (coefficients * factor).to(dZ.dtype))
