@@ -22,9 +22,9 @@ model = nn.Sequential(
 *body, head = model
 groups = [
     {"params": [p for layer in body for p in layer.parameters()]},
-    {"params": head.parameters(), "lr": 0.01, "damping": 0.1},  # a group may have its own damping too
+    {"params": head.parameters(), "lr": 0.01, "relative_damping": 0.3},  # a group may have its own damping too
 ]
-optimizer = consequent.CSGD(model, groups, lr=0.1, momentum=0.9, nesterov=True, damping=0.03)
+optimizer = consequent.CSGD(model, groups, lr=0.1, momentum=0.9, nesterov=True)
 
 for epoch in range(3):
     for batch in torch.randperm(len(images)).split(64):

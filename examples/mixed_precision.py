@@ -23,7 +23,7 @@ def train(first: int, last: int, checkpoint: Path) -> None:
     """Goes on from the checkpoint, if there is one."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 64), nn.GELU(), nn.Linear(64, 1)).to(device)
-    optimizer = consequent.CAdamW(model, lr=1e-2, damping=0.01)
+    optimizer = consequent.CAdamW(model, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=60)
     scaler = torch.amp.GradScaler(device)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}

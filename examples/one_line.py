@@ -13,7 +13,7 @@ labels = torch.tensor(digits.target)
 
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
-correction = consequent.attach(optimizer, model, damping=0.1)  # the one added line
+correction = consequent.attach(optimizer, model)  # the one added line
 
 for epoch in range(5):
     for batch in torch.randperm(len(images)).split(32):

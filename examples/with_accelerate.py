@@ -19,7 +19,7 @@ model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReL
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(images, labels), batch_size=16)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-correction = consequent.attach(optimizer, model, damping=0.03)  # the one added line, before or after prepare()
+correction = consequent.attach(optimizer, model)  # the one added line, before or after prepare()
 accelerator.register_for_checkpointing(correction)  # its settings and counters are saved with the rest
 
 

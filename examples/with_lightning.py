@@ -37,7 +37,7 @@ images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tens
 
 def train(epochs: int, folder: str, checkpoint: str | None = None) -> tuple[Classifier, str]:
     seed_everything(0)
-    model, callback = Classifier(), ConsequentialismCallback(damping=0.03)  # the one added line
+    model, callback = Classifier(), ConsequentialismCallback()  # the one added line
     trainer = Trainer(
         max_epochs=epochs,
         callbacks=[callback],

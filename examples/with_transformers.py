@@ -23,7 +23,7 @@ def train(steps: int, folder: str, checkpoint: Path | None = None) -> GPT2LMHead
     config = GPT2Config(
         vocab_size=len(letters), n_positions=24, n_embd=32, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None
     )
-    model, callback = GPT2LMHeadModel(config), ConsequentialismCallback(damping=0.1)  # the one added line
+    model, callback = GPT2LMHeadModel(config), ConsequentialismCallback()  # the one added line
     arguments = TrainingArguments(
         output_dir=folder,
         max_steps=steps,

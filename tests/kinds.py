@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import reference
 import torch
 from models.expected import expected_backward, half_squares
 from torch import nn
@@ -19,13 +20,14 @@ class Kind:
     ready: type | None = None  # None: consequent.attach
     options: dict = field(default_factory=dict)
 
-    def make(self, model, params=None, *, damping=0.01, lr=LR, **options):
+    def make(self, model, params=None, *, lr=LR, **options):
         options = {**self.options, "lr": lr, **options}
         if self.ready is not None:
-            return self.ready(model, params, damping=damping, **options)
-        own = {name: options.pop(name) for name in ("relative_damping", "loss_reduction") if name in options}
+            return self.ready(model, params, **options)
+        names = ("damping", "relative_damping", "loss_reduction")
+        own = {name: options.pop(name) for name in names if name in options}
         optimizer = self.plain(model.parameters() if params is None else params, **options)
-        consequent.attach(optimizer, model, damping=damping, **own)
+        consequent.attach(optimizer, model, **own)
         return optimizer
 
     def make_plain(self, model, params=None, *, lr=LR, **options):
@@ -67,7 +69,7 @@ def train(model, optimizer, batches=BATCHES[:3], after_step=lambda: None):
         after_step()
 
 
-def train_expected(twin, optimizer, batches=BATCHES[:3], after_step=lambda: None, damping=0.01):
+def train_expected(twin, optimizer, batches=BATCHES[:3], after_step=lambda: None, damping=reference.DEFAULT_DAMPING):
     """The damping of a parameter group counts here as there."""
 
     def damping_of(parameter):

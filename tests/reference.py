@@ -9,8 +9,28 @@ from itertools import pairwise, product
 
 import numpy as np
 
+# A damping is λ, or a pair ("relative", ρ). This one is taken where users name none; the library has it written down
+# in another place.
+DEFAULT_DAMPING = ("relative", 0.1)
 
-def consequential_gradient(X, dZ, lam, side=None):
+
+def damping_options(damping):
+    """How a user gives this damping."""
+    return {"relative_damping": damping[1]} if isinstance(damping, tuple) else {"damping": damping}
+
+
+def absolute_damping(damping, X):
+    """λ for a matrix of rows: of ("relative", ρ) it is ``ρ · trace(X Xᵀ) / min(N, D)``, and 1 if X is all zeros."""
+    if not isinstance(damping, tuple):
+        return damping
+    _, fraction = damping
+    trace = sum(float(row @ row) for row in np.asarray(X, dtype=np.float64))
+    if fraction == 0:
+        return 0.0
+    return fraction * trace / min(X.shape) if trace > 0 else 1.0
+
+
+def consequential_gradient(X, dZ, damping, side=None):
     """ΔZ(XᵀX + λI)⁻¹Xᵀ of the paper, which is ``dZᵀ (X Xᵀ + λI)⁻¹ X`` with rows as samples; λ = 0 is ``dZᵀ X†ᵀ``.
 
     Of the two equal forms the one with the smaller Gram matrix is taken, which is the better conditioned one, unless
@@ -20,6 +40,7 @@ def consequential_gradient(X, dZ, lam, side=None):
     samples, features = X.shape
     if samples == 0:
         return np.zeros((dZ.shape[1], features))
+    lam = absolute_damping(damping, X)
     if lam == 0:
         return (np.linalg.pinv(X) @ dZ).T
     if side is None:
@@ -66,7 +87,7 @@ def solve(A, B):
     return solution
 
 
-def condition_number(X, lam, side=None):
+def condition_number(X, damping, side=None):
     """κ(Gram + λI) of the N×N ("samples"), the D×D ("features") or the smaller Gram matrix, in float64.
 
     For λ = 0 the zero eigenvalues, which the pseudo-inverse leaves alone, do not count.
@@ -74,6 +95,7 @@ def condition_number(X, lam, side=None):
     X = np.asarray(X, dtype=np.float64)
     if X.size == 0:
         return 1.0
+    lam = absolute_damping(damping, X)
     eigenvalues = np.linalg.svd(X, compute_uv=False) ** 2
     if lam == 0:
         nonzero = [value for value in eigenvalues if value > eigenvalues[0] * (1e-13 * max(X.shape)) ** 2]
@@ -304,13 +326,13 @@ def design_matrices(module, x, bias=True):
     return matrices
 
 
-def corrected_matrices(module, x, output_grad, lam, bias=True):
+def corrected_matrices(module, x, output_grad, damping, bias=True):
     """One matrix per group, [outputs of the group, features (and the constant)]."""
     designs, grads = design_matrices(module, x, bias), output_rows(module, output_grad)
-    return [consequential_gradient(X, dZ, lam) for X, dZ in zip(designs, grads, strict=True)]
+    return [consequential_gradient(X, dZ, damping) for X, dZ in zip(designs, grads, strict=True)]
 
 
-def corrected_gradients(module, x, output_grad, lam, bias=True):
+def corrected_gradients(module, x, output_grad, damping, bias=True):
     """(gradient of the weight, gradient of the bias), corrected together; None for what is absent or frozen.
 
     ``bias=False`` leaves a bias out as if it were frozen.
@@ -318,7 +340,7 @@ def corrected_gradients(module, x, output_grad, lam, bias=True):
     with_weight, with_bias = trainable(module, bias)
     weight_grad = np.zeros(tuple(module.weight.shape)) if with_weight else None
     bias_grad = np.zeros(outputs_of(module)) if with_bias else None
-    matrices = corrected_matrices(module, x, output_grad, lam, bias)
+    matrices = corrected_matrices(module, x, output_grad, damping, bias)
     for group, matrix in enumerate(matrices):
         for row in range(len(matrix)):
             output = group * len(matrix) + row

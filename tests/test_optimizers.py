@@ -85,7 +85,13 @@ def damping_changed_between_steps(kind):
     model = make_model()
     twin = twin_of(model)
     optimizer, plain = kind.make(model, groups_of(model)), kind.make_plain(twin, groups_of(twin))
-    for change in ({}, {"damping": 2.0}, {"relative_damping": 0.1}, {"relative_damping": None, "damping": 0.1}):
+    changes = (
+        {},
+        {"relative_damping": None, "damping": 2.0},
+        {"relative_damping": 0.2, "damping": None},
+        {"relative_damping": None, "damping": 0.1},
+    )
+    for change in changes:
         optimizer.param_groups[1].update(change)
         plain.param_groups[1].update(change)
         train(model, optimizer)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import consequent
+from consequent.maths.damping import DEFAULT
 from consequent_lab.faults.record import recorded
 from consequent_lab.faults_command import table
 from consequent_lab.paper import learning_rates, mlp, resnet20
@@ -24,6 +25,12 @@ README = (ROOT / "README.md").read_text()
 def backward(model):
     model.zero_grad()
     model(torch.randn(5, 8)).square().mean().backward()
+
+
+def test_the_default_damping_is_the_one_that_is_told():
+    assert DEFAULT.relative
+    assert f"λ = {DEFAULT.value:g} · trace(XXᵀ) / min(N, D)" in README
+    assert f"`relative_damping={DEFAULT.value:g}`" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_python_blocks_run_in_order(capsys):

@@ -48,11 +48,13 @@ class Contestant:
         """The name in tables and pictures."""
         return f"C-{self.family}" if self.consequentialist else self.family
 
-    def optimizer(self, model: nn.Module, lr: float, damping: float) -> Optimizer:
-        """Returns the optimiser over all parameters of the model; damping is the ridge λ of the C- versions."""
+    def optimizer(
+        self, model: nn.Module, lr: float, *, damping: float | None = None, relative_damping: float | None = None
+    ) -> Optimizer:
+        """Returns the optimiser over all parameters of the model; the dampings are for the C- versions."""
         optimizer = FAMILIES[self.family](model.parameters(), lr)
         if self.consequentialist:
-            consequent.attach(optimizer, model, damping=damping)
+            consequent.attach(optimizer, model, damping, relative_damping=relative_damping)
         return optimizer
 
 

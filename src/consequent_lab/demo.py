@@ -1,7 +1,7 @@
 """`consequent demo`: plain optimisers against their C- versions, on data that needs no download, in under a minute."""
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,10 @@ class Demo:
     """Epochs of every run, and the most that a learning rate gets in the search."""
     target_loss: float = 0.01
     """The training loss to reach."""
-    damping: float = 0.01
-    """The ridge λ of the C- versions; one value for all, not searched."""
+    damping: float | None = None
+    """The ridge λ of the C- versions, not searched; or"""
+    relative_damping: float | None = None
+    """λ as a fraction of the inputs' mean eigenvalue (default: the library's own)."""
     output: Path = Path("demo.png")
     """The picture; the numbers go to a JSON file of the same name beside it."""
     workers: int | None = None
@@ -40,26 +42,33 @@ class Demo:
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ValueError(f"--{name} must be at least {lowest}, got {value}")
-        for name in ("target_loss", "damping"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"--{name.replace('_', '-')} must be positive and finite, got {getattr(self, name)}")
+        for name in ("target_loss", "damping", "relative_damping"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"--{name.replace('_', '-')} must be positive and finite, got {value}")
+        if self.damping is not None and self.relative_damping is not None:
+            raise ValueError("give --damping or --relative-damping, not both")
         if self.output.suffix != ".png":
             raise ValueError(f"--output must end in .png, got {self.output}")
 
     def rules(self) -> "Rules":
         """Returns the rules of the race."""
+        from consequent.maths.damping import DEFAULT, Damping
         from consequent_lab.race import Rules
 
-        if self.quick:
-            return Rules((0.003, 0.01), 2, 1.0, self.damping, search_seeds=(100,), seeds=(0,), hidden=(64, 64))
-        return Rules(
+        chosen = Damping.chosen(self.damping, self.relative_damping) or DEFAULT  # to be written down with the numbers
+        rules = Rules(
             LEARNING_RATES,
             self.epochs,
             self.target_loss,
-            self.damping,
+            None if chosen.relative else chosen.value,
             search_seeds=(100,),
             seeds=tuple(range(self.seeds)),
+            relative_damping=chosen.value if chosen.relative else None,
         )
+        if self.quick:
+            return replace(rules, learning_rates=(0.003, 0.01), epochs=2, target_loss=1.0, seeds=(0,), hidden=(64, 64))
+        return rules
 
     def run(self) -> None:
         """Runs the race, shows it, and writes the picture and the numbers."""
@@ -100,9 +109,12 @@ class Demo:
 
 def _introduction(rules: "Rules", workers: int) -> str:
     rates = ", ".join(f"{rate:g}" for rate in rules.learning_rates)
+    damping = (
+        f"damping {rules.damping:g}" if rules.damping is not None else f"relative damping {rules.relative_damping:g}"
+    )
     return (
         f"Handwritten digits, {len(rules.hidden)} hidden layers of {rules.hidden[0]}, mini-batches of "
-        f"{rules.batch_size}, {rules.epochs} epochs, damping {rules.damping:g}.\n"
+        f"{rules.batch_size}, {rules.epochs} epochs, {damping}.\n"
         f"Learning rates tried by every optimiser: {rates}.\n"
         f"Then seeds {', '.join(map(str, rules.seeds))} at the best of them, {workers} at a time on one thread each.\n"
     )

@@ -144,7 +144,12 @@ class Learner:
             self.correction.detach()
         self.norms.watch(self.optimizer)  # first: it is to see the gradients before the correction does
         if self.config.consequentialist:
-            self.correction = consequent.attach(self.optimizer, self.model, damping=self.config.damping)
+            self.correction = consequent.attach(
+                self.optimizer,
+                self.model,
+                damping=self.config.damping,
+                relative_damping=self.config.relative_damping,
+            )
 
     def _rehearse(self) -> None:
         rates = [group["lr"] for group in self.optimizer.param_groups]

@@ -23,13 +23,14 @@ class Rules:
     learning_rates: tuple[float, ...]
     epochs: int
     target_loss: float
-    damping: float  # λ in the paper, the same for all C- contestants and not searched
+    damping: float | None  # λ in the paper, the same for all C- contestants and not searched; None: it is relative
     search_seeds: tuple[int, ...]
     seeds: tuple[int, ...]  # of the race itself; none is among the search seeds
     halve_after: tuple[int, ...] = (1, 3)  # epochs after which the search goes on with the better half
     hidden: tuple[int, ...] = (128,) * 8
     batch_size: int = 32
     evaluations_per_epoch: int = 3
+    relative_damping: float | None = None  # λ as a fraction; None: it is absolute
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ def _training(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = mlp(digits.train_inputs.shape[1], rules.hidden, 10)
-    optimizer = contestant.optimizer(model, rate, rules.damping)
+    optimizer = contestant.optimizer(model, rate, damping=rules.damping, relative_damping=rules.relative_damping)
     points = train(
         model,
         optimizer,

@@ -38,8 +38,10 @@ class TrainConfig:
     """momentum, nesterov: how much of the last step goes into the next."""
     betas: tuple[float, float] = (0.9, 0.999)
     """adam: how slowly the two moments change."""
-    damping: float = 0.01
-    """The ridge λ of the C- versions."""
+    damping: float | None = None
+    """The ridge λ of the C- versions; or"""
+    relative_damping: float | None = None
+    """λ as a fraction of the inputs' mean eigenvalue (default: the library's own)."""
     batch_size: int = 32
     """Samples per iteration."""
     iterations: int | None = None
@@ -70,14 +72,17 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.iterations is not None and self.epochs is not None:
             raise ValueError("give iterations or epochs, not both")
+        if self.damping is not None and self.relative_damping is not None:
+            raise ValueError("give damping or relative_damping, not both")
         counts = ("blocks", "batch_size", "iterations", "epochs", "log_every", "evaluate_every", "checkpoint_every")
         for name in counts:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        for name in ("lr", "head_lr_factor", "damping", "momentum"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
+        for name in ("lr", "head_lr_factor", "damping", "relative_damping", "momentum"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be finite and not negative, got {value}")
         if self.optimiser == "nesterov" and self.momentum == 0:
             raise ValueError("nesterov needs a momentum above 0")
         if not all(0 <= beta < 1 for beta in self.betas):

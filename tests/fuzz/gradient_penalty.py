@@ -8,6 +8,7 @@ import random
 import warnings
 
 import torch
+from reference import damping_options
 from torch import nn
 
 import consequent
@@ -29,6 +30,7 @@ def check_gradient_penalty(seed, mode, strength=3.0):
         [(4, 20), (3, 16), (40, 4), (32, 3)]
     )  # far from square: the inputs' rank is plain to see
     damping = rng.choice([1e-4, 1e-3, 1e-2])
+    damping = ("relative", damping) if rng.random() < 0.5 else damping
     model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2)).double()
     plain = copy.deepcopy(model)
     x, t = torch.randn(samples, width).double(), torch.randn(samples, 2).double()
@@ -42,7 +44,7 @@ def check_gradient_penalty(seed, mode, strength=3.0):
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        consequent.attach(optimizer, model, damping=damping, **({"at": mode} if mode == "backward" else {}))
+        consequent.attach(optimizer, model, **damping_options(damping), **({"at": mode} if mode == "backward" else {}))
         backward(model)
         optimizer.step()
     backward(plain)
@@ -50,6 +52,6 @@ def check_gradient_penalty(seed, mode, strength=3.0):
         update, gradient = (torch.cat([m.weight.grad, m.bias.grad[:, None]], 1) for m in (model[place], plain[place]))
         row = float(inputs.square().sum(1).mean()) + 1
         most = 10 * samples * float(gradient.norm()) / max(row, 1e-3)
-        story = f"seed {seed}, at={mode!r}, {samples} samples, width {width}, damping={damping}, layer {place}"
+        story = f"seed {seed}, at={mode!r}, {samples} samples, width {width}, {damping_options(damping)}, layer {place}"
         assert update.isfinite().all(), f"{story}: not finite"
         assert update.norm() <= most, f"{story}: the update has norm {float(update.norm()):.3g} > {most:.3g}"

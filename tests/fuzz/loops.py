@@ -204,7 +204,8 @@ def make_loop(rng, net, damping, dtype):
 def body_of_a_step(rng, net, damping, dtype):
     factor = rng.choice([1.0, 1.0, 1.0, 64.0])
     penalties = make_penalties(rng, net) if rng.random() < 0.25 else ()
-    edited = not penalties and damping >= 0.1 and rng.random() < EDITED
+    number = damping[1] if isinstance(damping, tuple) else damping
+    edited = not penalties and number >= 0.1 and rng.random() < EDITED
     body = []
     for _ in range(rng.choice([1, 1, 1, 2, 2, 3])):
         action = make_pass(rng, net, factor, penalties if rng.random() < 0.8 else ())

@@ -127,6 +127,7 @@ class Reference:
     """One side of a run: what every action should do to the gradients."""
 
     def __init__(self, net, mode, damping, loss_reduction):
+        """The damping is λ, or a pair ("relative", ρ)."""
         self.model = copy.deepcopy(net.model).double()
         self.dtype = torch.float64
         self.mode, self.damping, self.loss_reduction = mode, damping, loss_reduction
@@ -299,17 +300,18 @@ class Reference:
             for group in range(getattr(uses[0][0].layer, "groups", 1)):
                 X = torch.cat([self.design(call, group, biases) for call, _ in uses])
                 dZ = torch.cat([rows[group] for _, rows in uses])
-                S = X.T @ X + self.damping * torch.eye(X.shape[1], dtype=X.dtype)
+                level = self.level(X)
+                S = X.T @ X + level * torch.eye(X.shape[1], dtype=X.dtype)
                 G = self.matrix(weight, biases, group, len(dZ.T), plain) if edited else dZ.T @ X
                 explained.append(G)
                 if is_shortened:  # the rows do not explain it, and there are too few of them to solve with the moment
-                    solved.append(divisor * G / (X.square().sum() + self.damping))
+                    solved.append(divisor * G / (X.square().sum() + level))
                 else:
                     solved.append(divisor * torch.linalg.solve(S, G.T).T)
                 terms += float(dZ.norm() * X.norm()) + float(G.norm())
                 values = torch.linalg.eigvalsh(S)
                 piece.condition = max(piece.condition, float(values[-1] / values[0]))
-                piece.size += abs(divisor) * float(dZ.norm()) / (2 * self.damping**0.5)
+                piece.size += abs(divisor) * float(dZ.norm()) / (2 * level**0.5)
             explained = dict(zip(names, self.split(torch.cat(explained), weight, biases), strict=True))
             solved = dict(zip(names, self.split(torch.cat(solved), weight, biases), strict=True))
             for name in names:
@@ -328,6 +330,13 @@ class Reference:
             for piece in result.values():
                 piece.size = piece.size or max(norm_of(piece.grads), 1e-8 * all_plain)
         return list(result.values())
+
+    def level(self, X):
+        """λ for a matrix of rows."""
+        if not isinstance(self.damping, tuple):
+            return self.damping
+        trace = float(X.square().sum())
+        return self.damping[1] * trace / min(X.shape) if trace > 0 else 1.0
 
     def is_shortened(self, weight, biases, uses, plain):
         """Whether an edited gradient is no multiple of ``ΔZᵀX``, and solved for by samples."""

@@ -5,6 +5,7 @@ import re
 import warnings
 
 import torch
+from reference import damping_options
 
 import consequent
 from fuzz.loops import REDUCTIONS, describe, is_edited, make_loop
@@ -31,7 +32,8 @@ class Library:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
         options = {"at": mode} if mode == "backward" else {}
         if mode != "plain":
-            consequent.attach(self.optimizer, self.model, damping=damping, loss_reduction=loss_reduction, **options)
+            options |= damping_options(damping)
+            consequent.attach(self.optimizer, self.model, loss_reduction=loss_reduction, **options)
         self.pending = []
         self.joined = None  # filled in by the run: names of the parameters that belong together
 
@@ -92,6 +94,8 @@ class Case:
         if self.dtype == torch.float32:
             self.net.model.float()
         self.damping = rng.choice([0.1, 1.0] if self.dtype == torch.float32 else [1e-3, 1e-2, 0.1, 1.0])
+        if rng.random() < 0.5:
+            self.damping = ("relative", self.damping)
         self.reduction = rng.choices(list(REDUCTIONS), weights=[7, 1, 1, 1])[0]
         self.actions = make_loop(rng, self.net, self.damping, self.dtype)
 
@@ -107,7 +111,7 @@ class Case:
 
     def __str__(self):
         return (
-            f"seed {self.seed}, at={self.mode!r}, {self.dtype}, damping={self.damping}, "
+            f"seed {self.seed}, at={self.mode!r}, {self.dtype}, {damping_options(self.damping)}, "
             f"loss_reduction={self.reduction}\n{self.net}\nactions:\n{describe(self.actions)}"
         )
 

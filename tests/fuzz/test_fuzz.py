@@ -47,7 +47,7 @@ def test_penalties_on_gradients(seed, mode):
 
 
 FAULTS = {
-    "more damping": lambda options: options | {"damping": 1.01 * options["damping"]},
+    "more damping": lambda options: {n: 1.01 * v if "damping" in n else v for n, v in options.items()},
     "another divisor": lambda options: options | {"loss_reduction": 3.21},
     "not attached": None,
 }

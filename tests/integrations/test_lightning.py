@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+import reference
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.utils.data import DataLoader, TensorDataset
@@ -110,6 +111,20 @@ def test_an_incomplete_accumulation_at_the_end_of_an_epoch(tmp_path):
     plain.train(expected, *plain.make_data(6), accumulate=4)
     plain.check_equal(module.model, expected)
     assert callback.corrections[0].samples == 2 * plain.BATCH
+
+
+@pytest.mark.parametrize("options", [{}, {"damping": 0.3}, {"relative_damping": 0.3}], ids=str)
+def test_either_damping(options, tmp_path):
+    module, callback = Module(), ConsequentialismCallback(**options)
+    trainer(tmp_path, [callback], enable_checkpointing=False).fit(module, loader(2))
+    (correction,) = callback.corrections
+    given = options or reference.damping_options(reference.DEFAULT_DAMPING)
+    assert (correction.damping, correction.relative_damping) == (given.get("damping"), given.get("relative_damping"))
+
+
+def test_both_dampings_are_refused_at_once():
+    with pytest.raises(ValueError, match=r"damping=0\.2 and relative_damping=0\.3: give one"):
+        ConsequentialismCallback(damping=0.2, relative_damping=0.3)
 
 
 def test_nothing_stays_attached(tmp_path):

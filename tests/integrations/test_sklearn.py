@@ -5,6 +5,7 @@ import warnings
 
 import numpy as np
 import pytest
+import reference
 import torch
 from models.expected import expected_backward
 from sklearn.base import clone
@@ -51,10 +52,12 @@ def test_is_not_worse_than_scikit_learns_own_after_the_same_epochs():
     assert ours.loss_ < theirs.loss_
 
 
-def test_an_epoch_is_c_sgd_of_the_reference():
+@pytest.mark.parametrize("damping", [0.1, ("relative", 0.3), None], ids=str)
+def test_an_epoch_is_c_sgd_of_the_reference(damping):
     rng = np.random.RandomState(0)
     X, y = rng.randn(12, 4), rng.randint(0, 3, 12)
-    model = ConsequentialMLPClassifier((5,), batch_size=12, max_iter=1, damping=0.1, random_state=0)
+    options = {} if damping is None else reference.damping_options(damping)
+    model = ConsequentialMLPClassifier((5,), batch_size=12, max_iter=1, random_state=0, **options)
     start = clone(model).set_params(learning_rate_init=1e-300).fit(X, y).module_
     trained = model.fit(X, y).module_
 
@@ -63,7 +66,7 @@ def test_an_epoch_is_c_sgd_of_the_reference():
 
     before = [parameter.detach().clone() for parameter in start.parameters()]
     start.zero_grad()
-    expected_backward(start, loss, 12, damping=0.1)
+    expected_backward(start, loss, 12, damping=reference.DEFAULT_DAMPING if damping is None else damping)
     for parameter, old, now in zip(start.parameters(), before, trained.parameters(), strict=True):
         torch.testing.assert_close(now, old - 0.1 * parameter.grad)
 
@@ -175,6 +178,8 @@ def test_can_be_searched_over():
         ({"hidden_layer_sizes": 2.5}, "hidden_layer_sizes"),
         ({"learning_rate_init": 0}, "learning_rate_init"),
         ({"damping": -1.0}, "damping"),
+        ({"relative_damping": -1.0}, "relative_damping"),
+        ({"damping": 0.2, "relative_damping": 0.3}, "damping=0.2 and relative_damping=0.3"),
         ({"batch_size": 0}, "batch_size"),
         ({"max_iter": 0}, "max_iter"),
     ],
@@ -188,5 +193,5 @@ def test_bad_parameters_are_named(parameters, message):
 def test_a_diverging_training_says_what_to_do():
     X = np.random.RandomState(0).randn(50, 3)
     model = ConsequentialMLPRegressor((20, 20), learning_rate_init=1e6, random_state=0)
-    with pytest.raises(ValueError, match=r"lower learning_rate_init=1000000\.0 or raise damping"):
+    with pytest.raises(ValueError, match=r"lower learning_rate_init=1000000\.0 or raise relative_damping="):
         model.fit(X, X[:, 0] * 1e6)

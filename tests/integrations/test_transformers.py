@@ -1,6 +1,7 @@
 """Hugging Face's Trainer gives the weights of a plain loop."""
 
 import pytest
+import reference
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
@@ -123,9 +124,15 @@ def test_a_resumed_training_gives_the_same_weights(how, tmp_path):
     plain.check_equal(resumed, expected)
 
 
-def test_counters_go_on_where_a_checkpoint_left_them(tmp_path):
+def test_both_dampings_are_refused_at_once():
+    with pytest.raises(ValueError, match=r"damping=0\.2 and relative_damping=0\.3: give one"):
+        ConsequentialismCallback(damping=0.2, relative_damping=0.3)
+
+
+@pytest.mark.parametrize("damping", [{}, {"damping": 0.3}, {"relative_damping": 0.3}], ids=str)
+def test_counters_go_on_where_a_checkpoint_left_them(damping, tmp_path):
     def train(folder, resume=None, **options):
-        callback = ConsequentialismCallback(damping=0.3, exclude=exclude)
+        callback = ConsequentialismCallback(**damping, exclude=exclude)
         options = {"epochs": 2, "save_strategy": "steps", "save_steps": 3, **options}
         training = trainer(Model(), [callback], 4, folder, **options)
         training.train(resume)
@@ -139,7 +146,9 @@ def test_counters_go_on_where_a_checkpoint_left_them(tmp_path):
     for options in ({}, {"restore_callback_states_from_checkpoint": True}):
         resumed = train(tmp_path / "again", resume=checkpoint, **options)
         assert resumed.counters == whole.counters
-        assert (resumed.damping, list(resumed.corrected)) == (whole.damping, list(whole.corrected))
+        assert list(resumed.corrected) == list(whole.corrected)
+        given = damping or reference.damping_options(reference.DEFAULT_DAMPING)
+        assert (resumed.damping, resumed.relative_damping) == (given.get("damping"), given.get("relative_damping"))
     exclude = [nn.Conv2d]  # which is not for JSON
     train(tmp_path / "other")
     with pytest.raises(ValueError, match="cannot hold its exclude; leave it out: the counters are restored anyway"):

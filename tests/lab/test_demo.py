@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from reference import DEFAULT_DAMPING
 
 from consequent_lab import cli
 
@@ -55,9 +56,8 @@ def test_record_has_its_schema(demo):
     assert set(record["versions"]) == {"python", "consequent", "torch"}
     assert record["machine"]["cores"] >= 1
     assert record["machine"]["workers"] == 1
-    assert {"learning_rates", "epochs", "target_loss", "damping", "seeds", "search_seeds", "hidden"} <= set(
-        record["rules"]
-    )
+    assert {"learning_rates", "epochs", "target_loss", "seeds", "search_seeds", "hidden"} <= set(record["rules"])
+    assert (record["rules"]["damping"], record["rules"]["relative_damping"]) == (None, DEFAULT_DAMPING[1])
     assert [contestant["name"] for contestant in record["contestants"]] == NAMES
     for contestant in record["contestants"]:
         assert contestant["learning_rate"] in record["rules"]["learning_rates"]
@@ -111,6 +111,8 @@ def test_missing_lab_packages_are_named_with_the_remedy(monkeypatch, capsys):
         (["--epochs", "-1"], "--epochs must be at least 1, got -1"),
         (["--target-loss", "0"], "--target-loss must be positive and finite, got 0.0"),
         (["--damping", "nan"], "--damping must be positive and finite, got nan"),
+        (["--relative-damping", "0"], "--relative-damping must be positive and finite, got 0.0"),
+        (["--damping", "0.1", "--relative-damping", "0.1"], "give --damping or --relative-damping, not both"),
         (["--output", "race.pdf"], "--output must end in .png, got race.pdf"),
     ],
 )

@@ -94,7 +94,7 @@ def script(config, dataset):
     model = build_model(config, tuple(dataset.train_images.shape[1:]), dataset.classes)
     optimizer = build_optimizer(config, model, capturable=False)
     if config.consequentialist:
-        consequent.attach(optimizer, model, damping=config.damping)
+        consequent.attach(optimizer, model, damping=config.damping, relative_damping=config.relative_damping)
     per_epoch = len(data.train_labels) // config.batch_size
     before, complete = None, None
     for iteration in range(config.total_iterations(per_epoch) + 1):
@@ -130,14 +130,14 @@ def script(config, dataset):
         yield line
 
 
-@pytest.mark.parametrize("consequentialist", [False, True])
+@pytest.mark.parametrize("options", [{"consequentialist": False}, {"damping": 0.1}, {"relative_damping": 0.1}], ids=str)
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
-def test_a_run_computes_and_reads_what_a_script_does(tmp_path, monkeypatch, optimiser, consequentialist):
+def test_a_run_computes_and_reads_what_a_script_does(tmp_path, monkeypatch, optimiser, options):
     dataset = toy()
     monkeypatch.setattr(trainer, "load", lambda name, folder: dataset)
     config = TrainConfig(
-        hidden=(12,), optimiser=optimiser, consequentialist=consequentialist, lr=10 * RATES[optimiser], batch_size=8,
-        head_lr_factor=0.5, momentum=0.9, epochs=6, log_every=2, evaluate_every=3, gradient_norms="both", damping=0.1,
+        hidden=(12,), optimiser=optimiser, lr=10 * RATES[optimiser], batch_size=8,
+        head_lr_factor=0.5, momentum=0.9, epochs=6, log_every=2, evaluate_every=3, gradient_norms="both", **options,
     )  # fmt: skip
     found = {line["iteration"]: line for line in run(config, tmp_path / "run").metrics()}
     per_epoch = 6  # of 8 samples; the other 2 of 50 are left out, other ones in every epoch
@@ -156,7 +156,7 @@ def test_a_run_computes_and_reads_what_a_script_does(tmp_path, monkeypatch, opti
                 squares = [norm**2 for norm in expected[kind]]
                 norms = [math.sqrt(squares[0] + squares[1]), math.sqrt(squares[2] + squares[3])]
                 assert list(line["gradient_norms"][kind].values()) == pytest.approx(norms, rel=1e-3)
-            assert ("counters" in line) == consequentialist
+            assert ("counters" in line) == config.consequentialist
             assert line.get("counters", {}).get("steps", iteration) == iteration
         assert ("epoch_accuracy" in line) == (iteration >= per_epoch)
         if iteration >= per_epoch:
@@ -366,6 +366,8 @@ def test_divergence_ends_a_run_and_says_so(tmp_path):
         ({"iterations": 0}, "iterations must be at least 1, got 0"),
         ({"lr": math.nan}, "lr must be finite"),
         ({"damping": -1.0}, "damping must be finite and not negative"),
+        ({"relative_damping": -1.0}, "relative_damping must be finite and not negative"),
+        ({"damping": 0.1, "relative_damping": 0.1}, "give damping or relative_damping, not both"),
         ({"optimiser": "nesterov", "momentum": 0.0}, "nesterov needs a momentum"),
         ({"betas": (0.9, 1.0)}, "betas"),
         ({"hidden": (3, 0)}, "hidden"),

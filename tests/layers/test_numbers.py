@@ -45,7 +45,9 @@ def corrected(name, dtype, damping, frozen=None, bare=False, requires_input_grad
     if frozen is not None:
         getattr(module, frozen).requires_grad_(False)
     model = module if bare else Around(module)
-    correction = consequent.Consequentialism(model, damping=damping, loss_reduction="sum", **included(module))
+    correction = consequent.Consequentialism(
+        model, loss_reduction="sum", **reference.damping_options(damping), **included(module)
+    )
     output = called(model, x.requires_grad_() if requires_input_grad else x)
     (output * random_like(output, name)).sum().backward()
     correction.step()
@@ -91,6 +93,15 @@ def test_gradients_equal_the_reference(name, damping, dtype):
         module = corrected(name, dtype, damping)
     assert module.weight.grad.dtype == dtype
     skip_if_silent(check_gradients(module, designs, output_grads, damping, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fraction", [1e-2, 1.0])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_under_relative_damping_equal_the_reference(name, fraction, dtype):
+    damping = ("relative", fraction)
+    module = corrected(name, dtype, damping)
+    assert check_gradients(module, *expected_problem(name, dtype), damping, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

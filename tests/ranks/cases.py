@@ -2,6 +2,7 @@
 
 import torch
 from loop.expected import mean_loss
+from reference import damping_options
 from torch import nn
 
 import consequent
@@ -135,7 +136,7 @@ def by_one_process(name, ranks, damping=DAMPING):
     """What the optimiser gets in one process that goes through the batches of all ranks."""
     model, calls, targets = build(name, ranks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    correction = consequent.attach(optimizer, model, damping=damping)
+    correction = consequent.attach(optimizer, model, **damping_options(damping))
     for call, target in zip(calls, targets, strict=True):
         (mean_loss(model(*call), target) / ranks).backward()
     optimizer.step()

@@ -4,18 +4,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from loop.expected import assert_close, gradients, mean_loss
+from reference import damping_options
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 import consequent
 from ranks.cases import CASES, DAMPING, build, by_one_process
 
 
-def step(name, dtype=torch.float64):
+def step(name, damping=DAMPING):
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model, calls, targets = build(name, ranks, dtype)
+    model, calls, targets = build(name, ranks)
     ddp = DDP(model, find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    correction = consequent.attach(optimizer, ddp, damping=DAMPING)
+    correction = consequent.attach(optimizer, ddp, **damping_options(damping))
     for _ in range(3):
         optimizer.zero_grad()
         mean_loss(ddp(*calls[rank]), targets[rank]).backward()
@@ -30,6 +31,14 @@ def test_as_one_process(two, name):
         pytest.importorskip("transformers")
     expected = by_one_process(name, 2)
     for grads, _ in two.run(step, name):
+        assert_close(grads, expected, 1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "transposed weights"])
+def test_relative_damping_as_one_process(two, name):
+    """λ is a fraction of what the inputs of all ranks come to."""
+    expected = by_one_process(name, 2, ("relative", 0.1))
+    for grads, _ in two.run(step, name, ("relative", 0.1)):
         assert_close(grads, expected, 1e-9)
 
 

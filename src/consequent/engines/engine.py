@@ -19,12 +19,14 @@ class Work(NamedTuple):
         damping: λ.
         may_wait: whether the host may wait for the device to look at a result.
         scale: what the new gradient is multiplied by: the loss's divisor.
+        limit: of the change that it may make (:mod:`consequent.maths.bound`), the scale left out; None: there is none.
     """
 
     record: Record
     damping: Damping
     may_wait: bool
     scale: float
+    limit: float | None = None
 
 
 class Outcome(NamedTuple):

@@ -32,7 +32,7 @@ class Grouped(WritesOneByOne):
     def solve(self, works: Sequence[Work]) -> list[Solution]:
         """Solutions for those of the works that are the usual case."""
         groups: dict[tuple[int, bool, torch.dtype, Damping, float], list[tuple[Record, RowMatrices]]] = {}
-        for record, damping, _, scale in works:
+        for record, damping, _, scale, _ in works:
             rows = record.statistic
             if not isinstance(rows, Rows) or not _is_usual(record) or damping.value == 0:
                 continue

@@ -12,6 +12,7 @@ from consequent.layers.embedding import Embedding, EmbeddingBag
 from consequent.maths.damping import Damping
 from consequent.maths.precision import in_full_precision
 from consequent.maths.ridge import solve_on
+from consequent.statistics.gradients import trace_of
 from consequent.statistics.moment import moment_of, solve_with_moment
 from consequent.statistics.row_matrices import RowMatrices
 from consequent.statistics.tables import coefficients_of_bags, divided_by_counts
@@ -85,7 +86,11 @@ def _add_arrived(gradients: dict[Tensor, Tensor], gathered: Gathered, damping: D
     """
     if not gathered.arrived:
         return
-    bound = _bound_of(gathered) + damping.value  # of a relative λ the bare fraction: the trace alone is a bound, too
+    trace = _trace_of(gathered)
+    products = gathered.products
+    biases = {use.bias for use, *_ in products if use.bias is not None}
+    rows, columns = sum(use.rows for use, *_ in products), products[0].use.features + len(biases)
+    bound = trace + damping.level(rows, columns).at(trace)
     for parameter, arrived in gathered.arrived.items():
         part = arrived
         if gathered.transposed is not None:
@@ -93,17 +98,16 @@ def _add_arrived(gradients: dict[Tensor, Tensor], gathered: Gathered, damping: D
         gradients[parameter] = gradients[parameter] + part if parameter in gradients else part
 
 
-def _bound_of(gathered: Gathered) -> float | Tensor:
-    """A bound of the eigenvalues of the inputs' second moment: the trace of all groups together."""
-    bound: float | Tensor = 0.0
+def _trace_of(gathered: Gathered) -> Tensor:
+    """That of the inputs' second moment, all groups together: a bound of its eigenvalues."""
+    trace = torch.zeros((), device=gathered.products[0].output_grad.device)
     for use, inputs, _ in gathered.products:
-        bound = bound + float(use.rows if use.bias is not None else 0)
+        trace = trace + float(use.rows if use.bias is not None else 0)
         if inputs is None or use.operation.is_sparse:
-            bound = bound + float(use.rows)
+            trace = trace + float(use.rows)
         else:
-            moment = use.operation.second_moment(inputs.detach(), ones=False)
-            bound = bound + moment.diagonal(dim1=-2, dim2=-1).sum()
-    return bound
+            trace = trace + trace_of(use.operation.second_moment(inputs.detach(), ones=False)).sum()
+    return trace
 
 
 def _of_table(gathered: Gathered, damping: Damping, scale: float) -> Corrected:
@@ -137,7 +141,7 @@ def _by_rows(uses: list[Use], biases: list[Tensor], damping: Damping, scale: flo
         finite = (X.sum() + dZ.sum()).isfinite()
         gradient = (torch.linalg.pinv(X) @ dZ).mT if finite else torch.full_like(dZ.mT @ X, torch.nan)
         return Corrected(_split(uses, biases, gradient * scale), "samples", bool(finite))
-    values, is_finite, rescued, fallen_back, shortening = rows.solve(damping, may_wait=may_wait)
+    values, is_finite, rescued, fallen_back, shortening, *_ = rows.solve(damping, may_wait=may_wait)
     if values is None:
         values = torch.full_like(rows.output_grads, torch.nan)
     if shortening is not None:  # ΔZ itself, shortened, where there is no factor

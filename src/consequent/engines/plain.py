@@ -12,7 +12,7 @@ class Plain(WritesOneByOne):
     def solve(self, works: Sequence[Work]) -> list[Solution]:
         """A solution for each work."""
         solutions = []
-        for record, damping, may_wait, scale in works:
+        for record, damping, may_wait, scale, _ in works:
             solution = record.captured.solve(record, damping, may_wait=may_wait)
             solution.scale = scale
             solutions.append(solution)

@@ -16,6 +16,7 @@ from consequent.engines.grouped import Grouped
 from consequent.engines.plain import Plain
 from consequent.engines.unwatched import Unwatched
 from consequent.foresight import Foresight, Watch
+from consequent.maths.bound import Change, shortening, shortenings_on_device
 from consequent.maths.damping import Damping
 from consequent.options.parameter_groups import Groups
 from consequent.options.settings import LossReduction, loss_divisor
@@ -41,13 +42,21 @@ class Rewriter:
     """Puts consequentialist gradients in the place of the plain ones."""
 
     def __init__(
-        self, capture: Capture, corrector: StepCorrector, groups: Groups, reports: Reports, *, foresight: bool
+        self,
+        capture: Capture,
+        corrector: StepCorrector,
+        groups: Groups,
+        reports: Reports,
+        *,
+        foresight: bool,
+        bound: float | None,
     ) -> None:
         self._capture = capture
         self._corrector = corrector
         self._groups = groups
         self._reports = reports
         self._keeps_foresight = foresight
+        self.bound = bound  # β
         self._watch: Watch | None = None
         self._filled: list[Record] = []  # what there is to do, on this rank
         self._steps = 0
@@ -158,7 +167,11 @@ class Rewriter:
 
     def _solutions_of(self, records: list[Record], divisor: float) -> list[tuple[Engine, list[Solution]]]:
         """Each engine, and what it has found."""
-        works = [Work(record, self._damping_of(record), self._may_wait(record.weight), divisor) for record in records]
+        works = [
+            Work(record, self._damping_of(record), self._may_wait(record.weight), divisor, self._limit(record, divisor))
+            for record in records
+        ]
+        limits = {work.record: work.limit for work in works}
         solved = []
         for engine in ENGINES[1:] if self._keeps_foresight else ENGINES:  # kernels do not keep what was before
             if not works:
@@ -168,7 +181,36 @@ class Rewriter:
                 solved.append((engine, solutions))
                 done = {solution.record for solution in solutions}
                 works = [work for work in works if work.record not in done]
+        self._bound([solution for _, its in solved for solution in its], limits)
         return solved
+
+    def _limit(self, record: Record, divisor: float) -> float | None:
+        """How large a change of its outputs may be, in units of the gradient before the divisor."""
+        rate = self._groups.rate_in_the_long_run((record.stands_for or record).first_use.key)
+        return None if self.bound is None or not rate else self.bound / (rate * divisor)
+
+    def _bound(self, solutions: list[Solution], limits: dict[Record, float | None]) -> None:
+        """Shorten the solutions that would change outputs too much."""
+        unseen: list[tuple[Solution, Change, float]] = []
+        for solution in solutions:
+            change, limit = solution.change, limits[solution.record]
+            if change is None or limit is None:
+                continue
+            if not self._may_wait(solution.record.weight):
+                unseen.append((solution, change, limit))
+                continue
+            factor = shortening(change, limit)
+            if factor < 1:
+                solution.scale *= factor
+                self._reports.add("bounded")
+        by_device: dict[torch.device, list[tuple[Solution, Change, float]]] = {}
+        for case in unseen:
+            by_device.setdefault(case[0].record.weight.device, []).append(case)
+        for cases in by_device.values():
+            factors = shortenings_on_device([change for _, change, _ in cases], [limit for *_, limit in cases])
+            for (solution, *_), factor in zip(cases, factors.unbind(), strict=True):
+                solution.scale = factor * solution.scale
+            self._reports.add("bounded", (factors < 1).sum())
 
     def _damping_of(self, record: Record) -> Damping:
         return self._groups.damping_of((record.stands_for or record).first_use.key)

@@ -31,7 +31,7 @@ class Unwatched(WritesOneByOne):
         groups: dict[
             tuple[torch.Size, torch.dtype, torch.device, Damping, int, float], list[tuple[Record, RowMatrices]]
         ] = {}
-        for record, damping, may_wait, scale in works:
+        for record, damping, may_wait, scale, _ in works:
             if may_wait or type(record.statistic) is not Rows or record.beside or damping.value == 0:
                 continue
             rows = record.statistic.matrices()

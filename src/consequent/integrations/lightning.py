@@ -1,10 +1,11 @@
-"""Lightning: ``Trainer(callbacks=[ConsequentialismCallback(damping=0.01)])``."""
+"""Lightning: ``Trainer(callbacks=[ConsequentialismCallback()])``."""
 
 from typing import Any, Unpack
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from consequent.correction import Consequentialism, attach
+from consequent.maths.damping import Damping
 from consequent.options.settings import Options
 
 __all__ = ["ConsequentialismCallback"]
@@ -20,8 +21,8 @@ class ConsequentialismCallback(Callback):
     Checkpoints hold the settings and counters, and ``fit(ckpt_path=…)`` goes on with them.
 
     Args:
-        damping: λ, and all further arguments of :class:`consequent.Consequentialism`.
-        options: these.
+        damping: λ, if it is not to be relative.
+        options: all further arguments of :class:`consequent.Consequentialism`, ``relative_damping`` among them.
 
     Attributes:
         corrections: a :class:`consequent.Consequentialism` for each optimiser; after training they are detached,
@@ -29,11 +30,12 @@ class ConsequentialismCallback(Callback):
 
     Example:
         >>> from lightning.pytorch import Trainer
-        >>> callback = ConsequentialismCallback(damping=0.01)
+        >>> callback = ConsequentialismCallback(exclude="head")
         >>> trainer = Trainer(callbacks=[callback], accumulate_grad_batches=4, logger=False)
     """
 
-    def __init__(self, damping: float = 0.01, **options: Unpack[Options]) -> None:
+    def __init__(self, damping: float | None = None, **options: Unpack[Options]) -> None:
+        Damping.chosen(damping, options.get("relative_damping"))  # raises now, not when the training begins
         self.damping = damping
         self.options = options
         self.corrections: list[Consequentialism] = []

@@ -20,6 +20,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from consequent.maths.damping import DEFAULT, Damping
 from consequent.optimizers import CSGD
 
 __all__ = ["ConsequentialMLPClassifier", "ConsequentialMLPRegressor"]
@@ -35,7 +36,8 @@ class _ConsequentialMLP(BaseEstimator):
         hidden_layer_sizes: int | Sequence[int] = (100,),
         *,
         learning_rate_init: float = 0.1,
-        damping: float = 0.01,
+        damping: float | None = None,
+        relative_damping: float | None = None,
         batch_size: int = 32,
         max_iter: int = 200,
         tol: float = 1e-4,
@@ -47,6 +49,7 @@ class _ConsequentialMLP(BaseEstimator):
         self.hidden_layer_sizes = hidden_layer_sizes
         self.learning_rate_init = learning_rate_init
         self.damping = damping
+        self.relative_damping = relative_damping
         self.batch_size = batch_size
         self.max_iter = max_iter
         self.tol = tol
@@ -132,7 +135,12 @@ class _ConsequentialMLP(BaseEstimator):
 
     def _epoch(self, inputs: Tensor, targets: Tensor) -> None:
         """Once through the data, in random order. C-SGD without momentum has no state to keep between epochs."""
-        optimizer = CSGD(self.module_, lr=float(self.learning_rate_init), damping=self.damping)
+        optimizer = CSGD(
+            self.module_,
+            lr=float(self.learning_rate_init),
+            damping=self.damping,
+            relative_damping=self.relative_damping,
+        )
         total = 0.0
         try:
             for batch in torch.from_numpy(self._random.permutation(len(inputs))).split(self.batch_size):
@@ -147,7 +155,7 @@ class _ConsequentialMLP(BaseEstimator):
         if not np.isfinite(total):
             raise ValueError(
                 f"the loss became {total}: lower learning_rate_init={self.learning_rate_init} or raise "
-                f"damping={self.damping}, and scale the inputs and targets"
+                f"{self._chosen_damping()}, and scale the inputs and targets"
             )
         self.loss_curve_.append(total / len(inputs))
         self.loss_ = self.loss_curve_[-1]
@@ -155,11 +163,17 @@ class _ConsequentialMLP(BaseEstimator):
 
     def _check_parameters(self) -> None:
         check_scalar(self.learning_rate_init, "learning_rate_init", Real, min_val=0, include_boundaries="neither")
-        check_scalar(self.damping, "damping", Real, min_val=0)
+        for name in ("damping", "relative_damping"):
+            if getattr(self, name) is not None:
+                check_scalar(getattr(self, name), name, Real, min_val=0)
+        self._chosen_damping()
         check_scalar(self.batch_size, "batch_size", Integral, min_val=1)
         check_scalar(self.max_iter, "max_iter", Integral, min_val=1)
         check_scalar(self.tol, "tol", Real, min_val=0)
         check_scalar(self.n_iter_no_change, "n_iter_no_change", Integral, min_val=1)
+
+    def _chosen_damping(self) -> Damping:
+        return Damping.chosen(self.damping, self.relative_damping) or DEFAULT
 
     @torch.no_grad()
     def _outputs(self, X: ArrayLike) -> Tensor:
@@ -175,7 +189,9 @@ class ConsequentialMLPClassifier(ClassifierMixin, _ConsequentialMLP):
     Args:
         hidden_layer_sizes: how wide each hidden layer is; they are followed by ReLU.
         learning_rate_init: μ, with the paper's meaning: look between 0.03 and 0.3. It stays the same.
-        damping: λ, added to the un-normalised Gram matrix.
+        damping: λ, added to the un-normalised Gram matrix, if it is not to be relative.
+        relative_damping: λ as a fraction of the inputs' mean eigenvalue (see :class:`consequent.Consequentialism`);
+            without either of the two the library's default.
         batch_size: samples in a mini-batch.
         max_iter: epochs at most.
         tol: training ends when the loss has not become smaller by this, or with ``early_stopping`` the score greater,
@@ -272,6 +288,7 @@ class ConsequentialMLPRegressor(MultiOutputMixin, RegressorMixin, _Consequential
         hidden_layer_sizes: and all further parameters: as for :class:`ConsequentialMLPClassifier`.
         learning_rate_init: μ.
         damping: λ.
+        relative_damping: λ as a fraction.
         batch_size: samples in a mini-batch.
         max_iter: epochs at most.
         tol: the least progress.

@@ -1,4 +1,4 @@
-"""Hugging Face: ``Trainer(…, callbacks=[ConsequentialismCallback(damping=0.01)])``."""
+"""Hugging Face: ``Trainer(…, callbacks=[ConsequentialismCallback()])``."""
 
 from dataclasses import asdict
 from typing import Any, Unpack
@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from consequent.correction import Consequentialism, attach
+from consequent.maths.damping import Damping
 from consequent.options.settings import Options
 
 __all__ = ["ConsequentialismCallback"]
@@ -37,21 +38,22 @@ class ConsequentialismCallback(TrainerCallback, ExportableState):
     divisor of its own) needs an explicit ``loss_reduction``.
 
     Args:
-        damping: λ, and all further arguments of :class:`consequent.Consequentialism`.
-        options: these.
+        damping: λ, if it is not to be relative.
+        options: all further arguments of :class:`consequent.Consequentialism`, ``relative_damping`` among them.
 
     Attributes:
         correction: None before the first training; after one it is detached, and its counters can still be
             read.
     """
 
-    def __init__(self, damping: float = 0.01, **options: Unpack[Options]) -> None:
+    def __init__(self, damping: float | None = None, **options: Unpack[Options]) -> None:
         lost: Any = options.get(LOST)
         if lost is not None:
             raise ValueError(
                 "restore_callback_states_from_checkpoint=True makes the callback anew from the checkpoint, which "
                 f"cannot hold its {', '.join(lost)}; leave it out: the counters are restored anyway"
             )
+        Damping.chosen(damping, options.get("relative_damping"))  # raises now, not when the training begins
         self.damping = damping
         self.options = options
         self.correction: Consequentialism | None = None

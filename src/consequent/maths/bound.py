@@ -1,12 +1,15 @@
 """A step that cannot explode: how much one step may change a layer's outputs.
 
-All layers move at once, and each is corrected as if it moved alone: at too high a learning rate that feeds on itself. So
-the change that a step makes to a layer's outputs on its own mini-batch is held below a fraction β of their size,
+All layers move at once, and each is corrected as if it moved alone: at too high a learning rate that feeds on itself.
+So the change that a step makes to a layer's outputs on its own mini-batch is held below a fraction β of their size,
 
     ``μ √⟨U, G⟩ ≤ β √(trace(XXᵀ) / D · max(O, ‖W‖²))``
 
-``⟨U, G⟩ = ‖U X‖² + λ‖U‖²`` is the size of the change, and nearly free: U is the new gradient, G the old one. On the right
-is ``‖W X‖`` for inputs without structure, or what it would be for O outputs and weights of the usual size.
+``⟨U, G⟩ = ‖U X‖² + λ‖U‖²`` is the size of the change, and nearly free: U is the new gradient, G the old one. On the
+right is ``‖W X‖`` for inputs without structure, or what it would be for O outputs and weights of the usual size.
+
+The learning rate counts in this only where the step is proportional to the gradient: SGD with its momentum m, of which
+``μ / (1 − m)`` is the length in the long run. Adam and its like make steps of their own length, whatever the gradient's.
 """
 
 import math

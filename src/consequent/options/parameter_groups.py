@@ -7,8 +7,9 @@ from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
+from consequent.capture.torch_internals import answers_at_once
 from consequent.maths.damping import Damping
 
 
@@ -88,6 +89,23 @@ class Groups:
         rate = float(group.get("lr", math.nan)) * (-1 if group.get("maximize") else 1)
         grad_scale = getattr(self.optimizer, "grad_scale", None)  # a fused optimiser with a GradScaler
         return rate if grad_scale is None else rate / float(grad_scale)
+
+    def rate_in_the_long_run(self, parameter: Tensor) -> float | None:
+        """How far a gradient moves a parameter in all, momentum included; None where that is not proportional to it.
+
+        None also where it cannot be known without waiting: a learning rate on a GPU, a fused optimiser with a
+        GradScaler.
+        """
+        optimizer, group = self.optimizer, self._group_of.get(parameter)
+        if not isinstance(optimizer, SGD) or group is None or getattr(optimizer, "grad_scale", None) is not None:
+            return None
+        if isinstance(group["lr"], Tensor) and not answers_at_once(group["lr"]):
+            return None
+        momentum = float(group["momentum"])
+        if not 0 <= momentum < 1:
+            return None
+        rate = abs(float(group["lr"]))
+        return rate * (1 - float(group["dampening"])) / (1 - momentum) if momentum else rate
 
     def change_default(self, default: Damping) -> None:
         """Change λ for all groups that have none of their own (a ready-made optimiser's groups repeat the default)."""

@@ -19,6 +19,7 @@ class Counters:
         fallen_back: factorisations that failed even so; the layer got a shortened plain gradient.
         edited: gradients on the sample side that were no multiple of ``ΔZ Xᵀ`` any more at the step. They were used as
             they are, shortened until they cannot overshoot. The feature side takes any gradient, and does not look.
+        bounded: gradients of layers that were shortened, as they would have changed the outputs by more than ``bound``.
     """
 
     steps: int = 0
@@ -26,6 +27,7 @@ class Counters:
     rescued: int = 0
     fallen_back: int = 0
     edited: int = 0
+    bounded: int = 0
 
 
 NAMES = tuple(field.name for field in fields(Counters))

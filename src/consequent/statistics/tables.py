@@ -18,7 +18,7 @@ from consequent.layers.embedding import EmbeddingBag
 from consequent.layers.operation import at_least_float32
 from consequent.maths.damping import Damping
 from consequent.maths.ridge import damped_solve_or_fall_back
-from consequent.statistics.gradients import factor_since
+from consequent.statistics.gradients import factor_since, trace_of
 from consequent.statistics.rows import Rows
 from consequent.statistics.solution import Solution
 from consequent.statistics.statistic import Statistic
@@ -76,7 +76,7 @@ class Bags(Rows):
         factor = multiple(explained, plain, level)
         coefficients, rescued, fallen_back = coefficients_of_bags(operation, X, dZ, damping)
         if factor is None:  # edited: as it is, shortened until it cannot overshoot
-            trace = _values(X).square().sum()
+            trace = trace_of(operation.gram(X)).sum()  # of X itself, which may have entries twice
             bound = trace + damping.level(*X.shape).at(trace)
             table = explained / bound.clamp(min=torch.finfo(plain.dtype).tiny)
         else:
@@ -122,7 +122,8 @@ def divided_by_counts(operation: Any, gradient: Tensor, counts: Tensor, rows: in
         rows: of X.
         damping: λ.
     """
-    level = damping.level(rows, counts.shape[0]).at(counts.sum().double())
+    trace = counts.sum().to(torch.promote_types(counts.dtype, gradient.dtype))  # λ is to have the gradient's digits
+    level = damping.level(rows, counts.shape[0]).at(trace)
     corrected: Tensor = operation.corrected(gradient, counts, level)
     return corrected
 

@@ -60,17 +60,12 @@ def design(calls, group, trains):
     return (np.concatenate(X), np.concatenate(dZ), biases) if X else None
 
 
-def absolute_damping(damping, X):
-    """λ; a pair ("relative", r) is r times the mean squared norm of the rows."""
-    return damping[1] * np.mean([row @ row for row in X]) if isinstance(damping, tuple) else damping
-
-
-def corrected_gradients(calls, damping=0.01, trains=None):
+def corrected_gradients(calls, damping=reference.DEFAULT_DAMPING, trains=None):
     """{parameter: ΔZ (XᵀX + λI)⁻¹ Xᵀ, as an array}, without the factor N.
 
     Args:
         calls: from ``watching``, after the backward pass.
-        damping: λ, a pair ("relative", r), or a function of the weight (the bias, if only that is trained) to either.
+        damping: λ, a pair ("relative", ρ), or a function of the weight (the bias, if only that is trained) to either.
         trains: which parameters take part; by default those that require a gradient.
     """
     trains = trains or (lambda parameter: parameter.requires_grad)
@@ -87,9 +82,7 @@ def corrected_gradients(calls, damping=0.01, trains=None):
         biases = problems[0][2]
         key = weight if trains(weight) else biases[0]
         level = damping(key) if callable(damping) else damping
-        matrix = np.concatenate(
-            [reference.consequential_gradient(X, dZ, absolute_damping(level, X)) for X, dZ, _ in problems]
-        )
+        matrix = np.concatenate([reference.consequential_gradient(X, dZ, level) for X, dZ, _ in problems])
         features = prod(weight.shape[1:]) if trains(weight) else 0
         if features:
             gradients[weight] = matrix[:, :features].reshape(tuple(weight.shape))
@@ -98,7 +91,7 @@ def corrected_gradients(calls, damping=0.01, trains=None):
     return gradients
 
 
-def expected_backward(twin, compute_loss, divisor, damping=0.01, layers=None, trains=None):
+def expected_backward(twin, compute_loss, divisor, damping=reference.DEFAULT_DAMPING, layers=None, trains=None):
     """Backward on the twin, then the gradients that the correction should make of it."""
     with watching(twin, layers) as calls:
         compute_loss(twin).backward()
@@ -134,14 +127,24 @@ def named(model, *names):
     return [model.get_submodule(name) for name in names]
 
 
-def check_training(model, compute_loss, divisor, damping=0.01, corrected=None, steps=2, lr=0.05, twin=None, **options):
+def check_training(
+    model,
+    compute_loss,
+    divisor,
+    damping=reference.DEFAULT_DAMPING,
+    corrected=None,
+    steps=2,
+    lr=0.05,
+    twin=None,
+    **options,
+):
     """Train a model with C-SGD and its twin with SGD on reference gradients; returns the correction.
 
     Args:
         model: not attached yet.
         compute_loss: of a model.
         divisor: what the loss was divided by.
-        damping: λ.
+        damping: λ, or a pair ("relative", ρ).
         corrected: names of the layers that are corrected; by default all Linear and Conv layers.
         steps: how many.
         lr: μ.
@@ -150,7 +153,7 @@ def check_training(model, compute_loss, divisor, damping=0.01, corrected=None, s
     """
     twin = twin_of(model) if twin is None else twin
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    correction = consequent.attach(optimizer, model, damping=damping, **options)
+    correction = consequent.attach(optimizer, model, **reference.damping_options(damping), **options)
     reference_optimizer = torch.optim.SGD(twin.parameters(), lr=lr)
     layers = None if corrected is None else named(twin, *corrected)
     start = [parameter.detach().clone() for parameter in model.parameters()]

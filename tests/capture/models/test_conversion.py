@@ -1,6 +1,7 @@
 """A model moved to another dtype after attaching, parameters replaced."""
 
 import pytest
+import reference
 import torch
 from torch import nn
 
@@ -13,7 +14,7 @@ def make_model():
     return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def check_step(model, optimizer, x, samples, damping=0.01, lr=0.1, rtol=1e-7):
+def check_step(model, optimizer, x, samples, damping=reference.DEFAULT_DAMPING, lr=0.1, rtol=1e-7):
     """One step of the attached optimiser against the twin's; the model as it is now."""
     twin = twin_of(model)
     twin.zero_grad()

@@ -5,6 +5,7 @@ import io
 import pickle
 
 import pytest
+import reference
 import torch
 from torch import nn
 
@@ -41,7 +42,7 @@ def x():
     return torch.randn(5, 2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def expected_step(twin, compute_loss, samples, damping=0.01, lr=0.1):
+def expected_step(twin, compute_loss, samples, damping=reference.DEFAULT_DAMPING, lr=0.1):
     twin.zero_grad()
     expected_backward(twin, compute_loss, samples, damping)
     with torch.no_grad():

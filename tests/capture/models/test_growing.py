@@ -1,6 +1,7 @@
 """Layers that join the model and the optimiser later."""
 
 import pytest
+import reference
 import torch
 from torch import nn
 
@@ -8,7 +9,7 @@ import consequent
 from models.expected import check_same, check_same_grads, expected_backward, half_squares, twin_of
 
 
-def check_step(model, optimizer, compute_loss, samples, damping=0.01, layers=None):
+def check_step(model, optimizer, compute_loss, samples, damping=reference.DEFAULT_DAMPING, layers=None):
     twin = twin_of(model)
     twin.zero_grad()
     optimizer.zero_grad()
@@ -46,7 +47,7 @@ def test_add_param_group(samples, attached):
         optimizer,
         lambda m: half_squares(m(x)),
         samples,
-        damping=lambda p: twin_damping.get(tuple(p.shape), 0.01),
+        damping=lambda p: twin_damping.get(tuple(p.shape), reference.DEFAULT_DAMPING),
     )
     assert list(correction.corrected) == ["0", "2", "3.1"]
 

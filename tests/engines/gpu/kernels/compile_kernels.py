@@ -70,7 +70,7 @@ def launch_all():
         features.write_features(prepared, torch.zeros(5, dtype=torch.int64))
     for members in (1, 11):
         factor.factor_by(factor.Team(members), torch.ones(2, 145, 145), 0.1)
-        factor.factor_by(factor.Team(members), torch.ones(2, 145, 145), 0.1, rows=200)
+        factor.factor_by(factor.Team(members), torch.ones(2, 145, 145), 0.1, of_trace=True)
     for channels in (16, 32, 64):
         images = torch.ones(4, channels, 8, 8).contiguous(memory_format=torch.channels_last)
         lags.lag_moments([images, images], ones=True)

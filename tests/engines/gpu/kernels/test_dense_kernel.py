@@ -80,11 +80,11 @@ SETS = {
     "batch of 32": [
         (32, 140, 130, {}),
         (32, 128, 64, {"bias": False, "factor": 0.3}),
-        (32, 64, 10, {"relative": True, "damping": 0.01}),
+        (32, 64, 10, {"of_trace": True, "damping": 0.01 / 32}),
     ],
     "rows differ": [
         (64, 131, 20, {}),
-        (3, 200, 150, {"relative": True}),
+        (3, 200, 150, {"of_trace": True}),
         (17, 9, 33, {"factor": 1e-6, "damping": 1.0}),
     ],
     "more rows than features": [(40, 7, 12, {"damping": 2.0}), (33, 1, 5, {"bias": False, "damping": 0.5})],
