@@ -29,7 +29,9 @@ def mlp_layers() -> list[DenseLayer]:
         X = torch.rand(32, inputs, device="cuda")
         dZ = torch.randn(32, outputs, device="cuda") / 32
         gradient = (dZ.double().mT @ X.double()).float()
-        layers.append(DenseLayer(X, dZ, gradient, dZ.sum(0), 1e-2, False, 32.0, 2e-3))
+        layers.append(
+            DenseLayer(X, dZ, gradient, dZ.sum(0), 1e-2, False, 32.0, 2e-3, torch.randn_like(gradient), dZ[0].clone())
+        )
     return layers
 
 
@@ -53,7 +55,17 @@ def resnet20_layers(channels_last: bool) -> list[FeatureLayer]:
         damped = moment + 0.03 * torch.eye(size, device="cuda")
         factor = torch.linalg.inv(torch.linalg.cholesky(damped)).float().contiguous()
         status = torch.tensor([moment.trace().item(), 0.03, 1.0, 0.0], device="cuda")
-        layers.append(FeatureLayer(gradient, torch.randn(shape[0], device="cuda"), factor[None], status[None], 128.0))
+        layers.append(
+            FeatureLayer(
+                gradient,
+                torch.randn(shape[0], device="cuda"),
+                factor[None],
+                status[None],
+                128.0,
+                torch.randn_like(gradient),
+                None,
+            )
+        )
     return layers
 
 
@@ -144,7 +156,7 @@ def prepare_dense(layers: list[DenseLayer], flags: torch.Tensor) -> DenseStep:
 
 def report(name: str, layers: list, references: list[torch.Tensor], prepare: Callable, write: Callable) -> None:
     bad = torch.zeros(1 + len(layers), dtype=torch.int32, device="cuda")
-    counts = torch.zeros(5, dtype=torch.int64, device="cuda")
+    counts = torch.zeros(6, dtype=torch.int64, device="cuda")
     start = time.perf_counter()
     write(prepare(layers, bad), counts)
     torch.cuda.synchronize()

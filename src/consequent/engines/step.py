@@ -208,8 +208,8 @@ class Rewriter:
             by_device.setdefault(case[0].record.weight.device, []).append(case)
         for cases in by_device.values():
             factors = shortenings_on_device([change for _, change, _ in cases], [limit for *_, limit in cases])
-            for (solution, *_), factor in zip(cases, factors.unbind(), strict=True):
-                solution.scale = factor * solution.scale
+            for (solution, *_), shorter in zip(cases, factors.unbind(), strict=True):
+                solution.scale = solution.scale * shorter
             self._reports.add("bounded", (factors < 1).sum())
 
     def _damping_of(self, record: Record) -> Damping:

@@ -9,7 +9,7 @@ So the change that a step makes to a layer's outputs on its own mini-batch is he
 right is ``‖W X‖`` for inputs without structure, or what it would be for O outputs and weights of the usual size.
 
 The learning rate counts in this only where the step is proportional to the gradient: SGD with its momentum m, of which
-``μ / (1 − m)`` is the length in the long run. Adam and its like make steps of their own length, whatever the gradient's.
+``μ / (1 − m)`` is the length in the long run. Adam and its like make steps of their own length, whatever the gradient.
 """
 
 import math

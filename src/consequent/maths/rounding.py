@@ -22,5 +22,5 @@ PIVOT_FLOOR = 2.0**-15
 # What is so far below zero, as a fraction of its entry, no rounding explains.
 LOST_PIVOT = 2.0**-3
 
-# Of one step of elimination in the kernel for a few rows, approximate divisions included.
+# The same in the kernel for a few rows, where little elimination has gone before.
 ELIMINATION = 4

@@ -4,6 +4,7 @@ The mathematics is that of :mod:`consequent.engines.plain`, whose plain-torch fo
 costs a few dozen launches, here all of them share a handful.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from consequent.capture.torch_internals import graph_is_being_captured
 from consequent.engines.engine import Outcome, Work
 from consequent.engines.gpu import kernels
 from consequent.engines.gpu.streams import Fork, side_stream, switched_to
-from consequent.maths.damping import Damping
 from consequent.statistics.gradients import trained
 from consequent.statistics.rows import Rows
 from consequent.statistics.solution import Solution
@@ -48,7 +48,7 @@ class ByKernels:
         if len(devices) != 1 or any(work.may_wait for work in works) or not kernels.run_on(*devices):
             return []
         step = FusedStep(*devices)
-        taken = [record for record, damping, _, scale in works if step.take(record, damping, scale)]
+        taken = [work.record for work in works if step.take(work)]
         if not taken:
             return []
         step.prepare()
@@ -86,33 +86,29 @@ class FusedStep:
         self._prepared: PreparedFeatures | None = None
         self.is_bad: Tensor
 
-    def take(self, record: Record, damping: Damping, scale: float) -> bool:
-        """Take the record if there is a kernel for it.
-
-        Args:
-            record: what was captured for a gradient.
-            damping: λ.
-            scale: what the corrected gradient is multiplied by.
-        """
+    def take(self, work: Work) -> bool:
+        """Take the work if there is a kernel for it."""
+        record, damping = work.record, work.damping
         grads = _grads_of_one_layer(record)
         if grads is None or damping.value == 0 or record.weight.device != self.device:
             return False
         if type(record.statistic) is Rows:
-            return self._take_dense(record, *grads, damping, scale)
+            return self._take_dense(work, *grads)
         factor = record.captured.factor_for(damping)
         if factor is None:
             return False
         from consequent.engines.gpu.kernels.features import FeatureLayer
 
-        self._features.append(FeatureLayer(*grads, factor.inverse, factor.status, scale))
+        weight_grad, bias_grad = grads
+        of = (factor.inverse, factor.status, work.scale)
+        self._features.append(FeatureLayer(weight_grad, bias_grad, *of, *_values_of(work)))
         self.sides[record] = "features"
         return True
 
-    def _take_dense(
-        self, record: Record, weight_grad: Tensor, bias_grad: Tensor | None, damping: Damping, scale: float
-    ) -> bool:
+    def _take_dense(self, work: Work, weight_grad: Tensor, bias_grad: Tensor | None) -> bool:
         from consequent.engines.gpu.kernels.dense import MOST_ROWS, DenseLayer
 
+        record = work.record
         use = record.uses[0]
         use.refuse_overwritten_inputs()
         inputs, output_grad = use.inputs, use.output_grad
@@ -123,8 +119,9 @@ class FusedStep:
         if inputs.dtype != torch.float32 or output_grad.dtype != torch.float32:
             return False
         X, dZ = (_rows(matrix) for matrix in (inputs, output_grad))
-        level = damping.level(record.rows, record.columns)
-        layer = DenseLayer(X, dZ, weight_grad, bias_grad, level.value, level.of_trace, scale, rounding(record))
+        level = work.damping.level(record.rows, record.columns)
+        how = (level.value, level.of_trace, work.scale, rounding(record))
+        layer = DenseLayer(X, dZ, weight_grad, bias_grad, *how, *_values_of(work))
         self._dense.append(layer)
         self._inputs_there.append(use.inputs_there if X.data_ptr() == inputs.data_ptr() else None)
         self._output_grads_there.append(use.output_grad_there if dZ.data_ptr() == output_grad.data_ptr() else None)
@@ -199,16 +196,28 @@ def _grads_of_one_layer(record: Record) -> tuple[Tensor, Tensor | None] | None:
     bias_grad = record.biases[0].grad if record.biases else None
     if record.biases and bias_grad is None:
         return None
-    if weight_grad.dtype != torch.float32 or (bias_grad is not None and bias_grad.dtype != torch.float32):
+    parameters = (record.weight, *record.biases)
+    if any(tensor.dtype != torch.float32 for tensor in (weight_grad, *parameters)):
+        return None
+    if not all(_is_dense(parameter) for parameter in parameters):
         return None
     if record.operation.groups > 1 or record.operation.is_transposed:
         return None
-    dense = weight_grad.is_contiguous() or (
-        weight_grad.ndim == 4 and weight_grad.is_contiguous(memory_format=torch.channels_last)
-    )
-    if not dense or (bias_grad is not None and not bias_grad.is_contiguous()):
+    if not _is_dense(weight_grad) or (bias_grad is not None and not bias_grad.is_contiguous()):
         return None
     return weight_grad, bias_grad
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its numbers lie side by side, in whatever order."""
+    return tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+def _values_of(work: Work) -> tuple[Tensor, Tensor | None, float]:
+    """The weight, its bias, and how much their change may be."""
+    record = work.record
+    bias = record.biases[0].detach() if record.biases else None
+    return record.weight.detach(), bias, math.inf if work.limit is None else work.limit
 
 
 def _rows(tensor: Tensor) -> Tensor:

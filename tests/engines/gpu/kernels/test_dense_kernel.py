@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -11,14 +13,29 @@ TOLERANCE = 1e-4
 
 
 def make_layer(
-    rows, features, outputs, *, bias=True, damping=0.1, of_trace=False, scale=3.0, factor=1.0, seed=0
+    rows,
+    features,
+    outputs,
+    *,
+    bias=True,
+    damping=0.1,
+    of_trace=False,
+    scale=3.0,
+    factor=1.0,
+    size=1.0,
+    limit=math.inf,
+    seed=0,
 ) -> DenseLayer:
     generator = torch.Generator().manual_seed(seed)
     X = torch.randn(rows, features, generator=generator).to(DEVICE)
     dZ = torch.randn(rows, outputs, generator=generator).to(DEVICE)
     weight_grad = factor * (dZ.double().mT @ X.double()).float()
     bias_grad = factor * dZ.sum(0) if bias else None
-    return DenseLayer(X, dZ, weight_grad, bias_grad, damping, of_trace, scale, TOLERANCE)
+    weight, bias = (
+        size * torch.randn(outputs, features, generator=generator).to(DEVICE),
+        dZ[0].clone() if bias else None,
+    )
+    return DenseLayer(X, dZ, weight_grad, bias_grad, damping, of_trace, scale, TOLERANCE, weight, bias, limit)
 
 
 def with_ones(layer):
@@ -63,7 +80,7 @@ def prepare(layers, flags):
 def rewrite(layers, bad=0, **counted):
     """Runs all launches; returns whether something was bad, and what was added to the counts."""
     flags = flags_for(layers, bad)
-    before = (10, 20, 30, 40, 50)
+    before = (10, 20, 30, 40, 50, 60)
     counts = torch.tensor(before, device=DEVICE)
     prepare(layers, flags).write(counts, **counted)
     return flags[0].item(), [count - base for count, base in zip(counts.tolist(), before, strict=True)]
@@ -97,7 +114,28 @@ def test_float64_reference(name):
     shapes = SETS[name]
     layers = [make_layer(*shape, **options, seed=seed) for seed, (*shape, options) in enumerate(shapes)]
     wanted = [reference(layer, options.get("factor", 1.0)) for layer, (*_, options) in zip(layers, shapes, strict=True)]
-    assert rewrite(layers) == (0, [0, 0, 0, 0, 0])
+    assert rewrite(layers) == (0, [0, 0, 0, 0, 0, 0])
+    for layer, right in zip(layers, wanted, strict=True):
+        assert_close(layer, right)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("size", [0.01, 4.0])  # of weights: fewer than outputs, and more
+@pytest.mark.parametrize(("rows", "features", "outputs"), [(8, 50, 40), (40, 70, 130), (3, 20, 600)])
+def test_a_step_that_would_change_the_outputs_too_much_is_shortened(rows, features, outputs, size, bias):
+    layers = [make_layer(rows, features, outputs, bias=bias, factor=0.5, size=size, seed=seed) for seed in range(3)]
+    shorter = []
+    for layer in layers:
+        gram, level = gram_and_level(layer)
+        A = 0.5 * torch.linalg.solve(gram + level * torch.eye(rows, device=DEVICE), layer.output_grads.double())
+        U, G = A.mT @ with_ones(layer), gradient(layer).double()
+        squared = layer.weight.double().square().sum() + (layer.bias.double().square().sum() if bias else 0)
+        allowed = (gram.trace() / (features + bias) * max(outputs, squared)).sqrt()
+        shorter.append((allowed / (U * G).sum().sqrt()).item())
+    limits = (0.3 / shorter[0], 0.99 / shorter[1], 1.01 / shorter[2])
+    layers = [layer._replace(limit=limit) for layer, limit in zip(layers, limits, strict=True)]
+    wanted = [reference(layer, 0.5 * part) for layer, part in zip(layers, (0.3, 0.99, 1.0), strict=True)]
+    assert rewrite(layers) == (0, [0, 0, 0, 0, 0, 2])
     for layer, right in zip(layers, wanted, strict=True):
         assert_close(layer, right)
 
@@ -107,7 +145,7 @@ def test_more_tiles_than_programs(monkeypatch):
     monkeypatch.setattr(dense, "_WRITERS", 4)
     layers = [make_layer(2, 300, 200, factor=0.7), make_layer(4, 20, 20)]
     wanted = [reference(layers[0], 0.7), reference(layers[1])]
-    assert rewrite(layers) == (0, [0, 0, 0, 0, 0])
+    assert rewrite(layers) == (0, [0, 0, 0, 0, 0, 0])
     for layer, right in zip(layers, wanted, strict=True):
         assert_close(layer, right)
 
@@ -140,7 +178,7 @@ def test_an_edited_gradient_is_shortened(kind):
     else:
         edited.weight_grad[3].neg_()
     wanted = shortened(edited), reference(kept, 0.5)
-    assert rewrite([edited, kept]) == (0, [0, 0, 0, 0, 1])
+    assert rewrite([edited, kept]) == (0, [0, 0, 0, 0, 1, 0])
     assert_close(edited, wanted[0])
     assert_close(kept, wanted[1])
 
@@ -149,7 +187,7 @@ def test_a_gradient_of_zeros_gives_zeros():
     layer, other = make_layer(4, 50, 40, factor=0.0), make_layer(2, 20, 10)
     layer.output_grads.zero_()
     wanted = reference(other)
-    assert rewrite([layer, other]) == (0, [0, 0, 0, 0, 0])
+    assert rewrite([layer, other]) == (0, [0, 0, 0, 0, 0, 0])
     assert not gradient(layer).any()
     assert_close(other, wanted)
 
@@ -158,7 +196,7 @@ def test_inputs_of_zeros_under_relative_damping():
     layer = make_layer(8, 50, 40, bias=False, of_trace=True)
     layer.inputs.zero_()
     layer.weight_grad.zero_()
-    assert rewrite([layer]) == (0, [0, 0, 0, 0, 0])
+    assert rewrite([layer]) == (0, [0, 0, 0, 0, 0, 0])
     assert not gradient(layer).any()
 
 
@@ -170,7 +208,7 @@ def test_tiny_and_huge_gradients(size):
     layer.weight_grad.mul_(size * 0.5)
     layer.bias_grad.mul_(size * 0.5)
     right = reference(layer, 0.5)
-    assert rewrite([layer]) == (0, [0, 0, 0, 0, 0])
+    assert rewrite([layer]) == (0, [0, 0, 0, 0, 0, 0])
     assert_close(layer, right)
 
 
@@ -178,14 +216,14 @@ def test_tiny_and_huge_gradients(size):
 def test_not_finite_anywhere_zeroes_all(place):
     layers = [make_layer(3, 50, 40), make_layer(2, 20, 10, bias=False)]
     getattr(layers[0], place).view(-1)[7] = float("inf" if place == "weight_grad" else "nan")
-    assert rewrite(layers) == (1, [0, 0, 0, 0, 0])
+    assert rewrite(layers) == (1, [0, 0, 0, 0, 0, 0])
     for layer in layers:
         assert not gradient(layer).any()
 
 
 def test_bad_beforehand_zeroes_all():
     layers = [make_layer(3, 50, 40), make_layer(2, 20, 10, bias=False)]
-    assert rewrite(layers, bad=1) == (1, [0, 0, 0, 0, 0])
+    assert rewrite(layers, bad=1) == (1, [0, 0, 0, 0, 0, 0])
     for layer in layers:
         assert not gradient(layer).any()
 
@@ -196,7 +234,7 @@ def test_a_matrix_without_a_factor_falls_back():
     layer.weight_grad.copy_(0.5 * layer.output_grads.mT @ layer.inputs)
     layer.bias_grad.mul_(0.5)
     wanted = shortened(layer), reference(other)
-    assert rewrite([layer, other]) == (0, [0, 0, 0, 1, 0])
+    assert rewrite([layer, other]) == (0, [0, 0, 0, 1, 0, 0])
     assert_close(layer, wanted[0])
     assert_close(other, wanted[1])
 
@@ -210,7 +248,7 @@ def test_as_accurate_as_cholesky_where_rows_nearly_depend():
     level = layer.damping * torch.eye(32, device=DEVICE)
     factor = torch.linalg.cholesky(X @ X.mT + level)
     cholesky = torch.cholesky_solve(layer.output_grads, factor).mT @ X
-    assert rewrite([layer]) == (0, [0, 0, 0, 0, 0])
+    assert rewrite([layer]) == (0, [0, 0, 0, 0, 0, 0])
 
     def miss(update):
         return ((update.double() - right) @ X.double().mT).norm()
@@ -230,7 +268,7 @@ def test_twice_the_same_is_bitwise_the_same():
 def test_a_step_is_counted_once_however_many_layers_there_are(bad, counted):
     layers = [make_layer(3, 150, 140), make_layer(2, 20, 10)]
     _, counts = rewrite(layers, bad, **counted)
-    assert counts == [counted.get("steps", 0), bad * counted.get("skips", 0), 0, 0, 0]
+    assert counts == [counted.get("steps", 0), bad * counted.get("skips", 0), 0, 0, 0, 0]
 
 
 def test_refuses_what_it_cannot_read():

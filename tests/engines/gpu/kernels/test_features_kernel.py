@@ -21,7 +21,7 @@ def products(request, monkeypatch):
     return request.param
 
 
-def make_layer(outputs, *shape, bias=True, channels_last=False, ok=True, seed=0) -> FeatureLayer:
+def make_layer(outputs, *shape, bias=True, channels_last=False, ok=True, size_of_weights=1.0, seed=0) -> FeatureLayer:
     generator = torch.Generator().manual_seed(seed)
     weight_grad = torch.randn(outputs, *shape, generator=generator).to(DEVICE)
     if channels_last:
@@ -35,7 +35,28 @@ def make_layer(outputs, *shape, bias=True, channels_last=False, ok=True, seed=0)
     if not ok:
         factor.fill_(float("nan"))
     status = torch.tensor([moment.trace().item(), DAMPING, float(ok), float("nan")], device=DEVICE)
-    return FeatureLayer(weight_grad, bias_grad, factor[None], status[None], 3.0)
+    weight, bias = size_of_weights * torch.ones_like(weight_grad), None if bias_grad is None else bias_grad.clone()
+    return FeatureLayer(weight_grad, bias_grad, factor[None], status[None], 3.0, weight, bias)
+
+
+@pytest.mark.parametrize("size", [0.01, 2.0])  # of weights: fewer than outputs, and more
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(40, 30), (130, 5, 3, 3), (3, 2)])
+def test_a_step_that_would_change_the_outputs_too_much_is_shortened(shape, bias, size):
+    layers = [make_layer(*shape, bias=bias, size_of_weights=size, seed=seed) for seed in range(3)]
+    layers = [layer._replace(status=layer.status.nan_to_num()) for layer in layers]
+    shorter = []
+    for layer in layers:
+        G = gradient(layer).double()
+        squared = layer.weight.double().square().sum() + (layer.bias.double().square().sum() if bias else 0)
+        allowed = (layer.status[0, 0].double() / G.shape[1] * max(shape[0], squared)).sqrt()
+        shorter.append((allowed / (reference(layer) / layer.scale * G).sum().sqrt()).item())
+    limits = (0.3 / shorter[0], 0.99 / shorter[1], 1.01 / shorter[2])
+    layers = [layer._replace(limit=limit) for layer, limit in zip(layers, limits, strict=True)]
+    wanted = [part * reference(layer) for layer, part in zip(layers, (0.3, 0.99, 1.0), strict=True)]
+    assert rewrite(layers) == (0, [0, 0, 0, 0, 0, 2])
+    for layer, right in zip(layers, wanted, strict=True):
+        assert_close(layer, right)
 
 
 def gradient(layer):
@@ -55,7 +76,7 @@ def shortened(layer):
 def rewrite(layers, bad=0, **counted):
     """Runs both halves; returns what ``bad`` and the counts hold then."""
     flag = torch.tensor([bad], dtype=torch.int32, device=DEVICE)
-    before = (10, 20, 30, 40, 50)
+    before = (10, 20, 30, 40, 50, 60)
     counts = torch.tensor(before, device=DEVICE)
     write_features(prepare_features(layers, flag), counts, **counted)
     return flag.item(), [count - base for count, base in zip(counts.tolist(), before, strict=True)]
@@ -87,7 +108,7 @@ def test_float64_reference(name, tile, monkeypatch):
     monkeypatch.setattr(features, "_SMALL", getattr(features, tile))
     layers = [make_layer(o, *shape, **options, seed=seed) for seed, (o, shape, options) in enumerate(SETS[name])]
     wanted = [reference(layer) for layer in layers]
-    assert rewrite(layers) == (0, [0, 0, 0, 0, 0])
+    assert rewrite(layers) == (0, [0, 0, 0, 0, 0, 0])
     for layer, right in zip(layers, wanted, strict=True):
         assert_close(layer, right)
 
@@ -108,7 +129,7 @@ def test_only_the_triangle_is_read(products):
     right = reference(layer)
     rows, columns = torch.triu_indices(51, 51, offset=1)
     layer.inverse_factor[0, rows, columns] = float("nan")
-    assert rewrite([layer]) == (0, [0, 0, 0, 0, 0])
+    assert rewrite([layer]) == (0, [0, 0, 0, 0, 0, 0])
     assert_close(layer, right)
 
 
@@ -116,7 +137,7 @@ def test_small_and_large_layers_in_one_step(monkeypatch):
     layers = [make_layer(4, 20), make_layer(40, 80), make_layer(9, 30, ok=False), make_layer(50, 70, ok=False)]
     monkeypatch.setattr(features, "_MOST_MULTIPLICATIONS", 10_000)
     wanted = [reference(layer) for layer in layers[:2]] + [shortened(layer) for layer in layers[2:]]
-    assert rewrite(layers, steps=1, skips=1) == (0, [1, 0, 0, 2, 0])
+    assert rewrite(layers, steps=1, skips=1) == (0, [1, 0, 0, 2, 0, 0])
     for layer, right in zip(layers, wanted, strict=True):
         assert_close(layer, right)
 
@@ -133,7 +154,7 @@ def test_layers_with_raised_pivots_are_counted_once():
     for layer, raised in zip(layers, (2.0, 0.0, 1.0), strict=True):
         layer.status[0, 3] = raised
     wanted = [reference(layer) for layer in layers]
-    assert rewrite(layers) == (0, [0, 0, 2, 0, 0])
+    assert rewrite(layers) == (0, [0, 0, 2, 0, 0, 0])
     for layer, right in zip(layers, wanted, strict=True):
         assert_close(layer, right)
 
@@ -143,7 +164,7 @@ def test_a_layer_without_a_factor_falls_back():
     lost.status[0, 3] = 5.0  # pivots were raised before it failed: that is no rescue
     kept = make_layer(9, 30)
     wanted = shortened(lost), reference(kept)
-    assert rewrite([lost, kept]) == (0, [0, 0, 0, 1, 0])
+    assert rewrite([lost, kept]) == (0, [0, 0, 0, 1, 0, 0])
     assert_close(lost, wanted[0])
     assert_close(kept, wanted[1])
 
@@ -154,7 +175,7 @@ def test_a_layer_without_a_factor_falls_back():
 def test_not_finite_anywhere_zeroes_all(place, value, ok):
     layers = [make_layer(40, 50, ok=ok), make_layer(9, 4, 3, 3, channels_last=True, bias=False)]
     getattr(layers[0], place).view(-1)[0] = value
-    assert rewrite(layers) == (1, [0, 0, 0, 0, 0])
+    assert rewrite(layers) == (1, [0, 0, 0, 0, 0, 0])
     for layer in layers:
         assert not gradient(layer).any()
 
@@ -163,20 +184,20 @@ def test_a_product_that_overflows_zeroes_all():
     layers = [make_layer(4, 5), make_layer(9, 20)]
     layers[0].weight_grad.fill_(1e30)
     layers[0].inverse_factor.mul_(1e30)
-    assert rewrite(layers) == (1, [0, 0, 0, 0, 0])
+    assert rewrite(layers) == (1, [0, 0, 0, 0, 0, 0])
     for layer in layers:
         assert not gradient(layer).any()
 
 
 def test_bad_beforehand_zeroes_all():
     layers = [make_layer(40, 50), make_layer(9, 20, ok=False)]
-    assert rewrite(layers, bad=1) == (1, [0, 0, 0, 0, 0])
+    assert rewrite(layers, bad=1) == (1, [0, 0, 0, 0, 0, 0])
     for layer in layers:
         assert not gradient(layer).any()
 
 
 def test_no_layers():
-    assert rewrite([]) == (0, [0, 0, 0, 0, 0])
+    assert rewrite([]) == (0, [0, 0, 0, 0, 0, 0])
 
 
 def test_refuses_what_it_cannot_read():
@@ -195,4 +216,4 @@ def test_refuses_what_it_cannot_read():
 def test_a_step_is_counted_once_however_many_layers_there_are(bad, counted):
     layers = [make_layer(10, 64), make_layer(40, 9)]
     _, counts = rewrite(layers, bad, **counted)
-    assert counts == [counted.get("steps", 0), bad * counted.get("skips", 0), 0, 0, 0]
+    assert counts == [counted.get("steps", 0), bad * counted.get("skips", 0), 0, 0, 0, 0]

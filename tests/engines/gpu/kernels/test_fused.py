@@ -15,6 +15,7 @@ from consequent.statistics.moment import Factor, Moment
 
 pytest.importorskip("triton")
 
+from consequent.engines.engine import Work
 from consequent.engines.gpu.by_kernels import FusedStep
 from consequent.engines.gpu.kernels.factor import inverse_factor
 
@@ -70,7 +71,7 @@ def corrected_together(model, damping, *, change=None, bad=None, keeps_moment=Tr
                 factor = damping, InverseFactor(inverse, status)
             of = (moment.uses, moment.features, moment.biases, moment.rows)
             record.statistic = Moment(*of, moment.matrix, factor) if keeps_moment else Factor(*of, inverse=factor)
-        assert fused.take(record, damping, 8.0)
+        assert fused.take(Work(record, damping, may_wait=False, scale=8.0))
     assert sorted(fused.sides.values()) == ["features", "samples", "samples", "samples"]
     counts = torch.zeros(len(NAMES), dtype=torch.int64, device=DEVICE)
     fused.prepare()
@@ -101,7 +102,7 @@ def test_kernels_do_what_the_plain_form_does(damping, change, keeps_moment):
     expected = corrected_one_by_one(copy.deepcopy(model), damping, change)
     actual, counts, is_bad = corrected_together(model, damping, change=change, keeps_moment=keeps_moment)
     assert not is_bad
-    assert counts == [1, 0, 0, 0, 0]
+    assert counts == [1, 0, 0, 0, 0, 0]
     for name, gradient in expected.items():
         # The first layer's inputs are rounded to TF32 on a GPU.
         tolerance = 1e-3 if name.startswith("0.") and DEVICE.type == "cuda" else 2e-5
@@ -112,7 +113,7 @@ def test_kernels_do_what_the_plain_form_does(damping, change, keeps_moment):
 def test_nothing_is_written_but_zeros_where_a_batch_is_not_finite(bad):
     gradients, counts, is_bad = corrected_together(network(), Damping(0.1), bad=bad)
     assert is_bad
-    assert counts == [1, 1, 0, 0, 0]
+    assert counts == [1, 1, 0, 0, 0, 0]
     assert all(not gradient.any() for gradient in gradients.values())
 
 
@@ -122,7 +123,7 @@ def test_an_edited_gradient_is_shortened_and_counted():
 
     _, counts, is_bad = corrected_together(network(), Damping(0.1), change=edited)
     assert not is_bad
-    assert counts == [1, 0, 0, 0, 1]
+    assert counts == [1, 0, 0, 0, 1, 0]
 
 
 def test_what_kernels_do_not_take():
@@ -131,12 +132,12 @@ def test_what_kernels_do_not_take():
     backward(model, optimizer)
     conv, first, *_ = sorted(correction._at_step.filled_records(), key=lambda record: -record.weight.ndim)
     fused = FusedStep(model[0].weight.device)
-    assert not fused.take(first, Damping(0.0), 8.0)  # the pseudo-inverse
+    assert not fused.take(Work(first, Damping(0.0), may_wait=False, scale=8.0))  # the pseudo-inverse
     factor = Damping(0.3), InverseFactor(torch.eye(19, device=DEVICE)[None], torch.ones(1, 4, device=DEVICE))
     conv.statistic = replace(conv.statistic, factor=factor)
-    assert not fused.take(conv, Damping(0.1), 8.0)  # λ was changed since
+    assert not fused.take(Work(conv, Damping(0.1), may_wait=False, scale=8.0))  # λ was changed since
     first.weight.grad = None
-    assert not fused.take(first, Damping(0.1), 8.0)
+    assert not fused.take(Work(first, Damping(0.1), may_wait=False, scale=8.0))
     assert not fused.sides
 
 
@@ -154,4 +155,4 @@ def test_a_weight_that_lies_the_other_way_round_is_left_to_the_plain_path():
             optimizer.step()  # looks at every layer
     (record,) = correction._at_step.filled_records()
 
-    assert not FusedStep(DEVICE).take(record, Damping(0.01), 8.0)
+    assert not FusedStep(DEVICE).take(Work(record, Damping(0.01), may_wait=False, scale=8.0))

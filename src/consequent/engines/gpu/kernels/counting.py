@@ -4,9 +4,9 @@
 import triton
 import triton.language as tl
 
-__all__ = ["EDITED", "FALLEN_BACK", "RESCUED", "SKIPPED", "STEPS", "count", "count_step"]
+__all__ = ["BOUNDED", "EDITED", "FALLEN_BACK", "RESCUED", "SKIPPED", "STEPS", "count", "count_step"]
 
-STEPS, SKIPPED, RESCUED, FALLEN_BACK, EDITED = (tl.constexpr(place) for place in range(5))
+STEPS, SKIPPED, RESCUED, FALLEN_BACK, EDITED, BOUNDED = (tl.constexpr(place) for place in range(6))
 
 
 @triton.jit

@@ -3,7 +3,8 @@
 
 For every layer ``K = X Xᵀ + λI``, ``A = K⁻¹ ΔZ``, and then ``s c Aᵀ X`` in the place of the gradient, where c is the
 scalar by which what is in ``.grad`` differs from ``ΔZᵀX``: see :mod:`consequent.maths.ridge` and
-:mod:`consequent.engines.plain`, which do the same with a few dozen torch calls per layer.
+:mod:`consequent.statistics.rows`, which do the same with a few dozen torch calls per layer. A pivot that is rounding is
+raised, as in :mod:`consequent.engines.gpu.kernels.factor`.
 
 ==========  ==========================================================================================================
 launch      what its programs do
@@ -11,7 +12,8 @@ launch      what its programs do
 ``gram``    parts of ``X Xᵀ``, and of the probes ``X v``
 ``factor``  one for each layer sums the parts up and factorises K
 ``solve``   A for some outputs, and their part of the probes ``ΔZ u``
-``look``    each reads a part of the gradient G for the probes ``u G v``; the last one finds c from all probes
+``look``    each reads a part of the gradient G for the probes ``u G v``; the last one finds c from all probes, and how
+            much shorter the step must be for the bound
 ``write``   ``s c Aᵀ X`` over all tiles of all gradients
 ==========  ==========================================================================================================
 
@@ -21,6 +23,7 @@ backward pass, the third in two launches.
 Partial sums lie in a scratch buffer and are added in a fixed order: the results are bitwise reproducible.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from consequent.engines.gpu.kernels.counting import EDITED, FALLEN_BACK, count, count_step
+from consequent.engines.gpu.kernels.counting import BOUNDED, EDITED, FALLEN_BACK, RESCUED, count, count_step
 from consequent.engines.gpu.kernels.launch import launch
 from consequent.engines.gpu.kernels.table import (
     aligned_floats_at,
@@ -43,25 +46,29 @@ from consequent.engines.gpu.kernels.table import (
     int_pair,
     low_float,
     low_int,
+    shortening,
 )
-from consequent.maths.rounding import ELIMINATION
+from consequent.maths.rounding import ELIMINATION, LOST_PIVOT
 
 __all__ = ["MOST_ROWS", "DenseLayer", "DenseStep"]
 
 MOST_ROWS = 64
 PRECISION = "tf32x3"  # of matrix products: about that of float32; "ieee" is float32 itself, without tensor cores
 
-_FIELDS = tl.constexpr(10)  # entries of the table per layer
+_FIELDS = tl.constexpr(12)  # entries of the table per layer
 _PARTS = tl.constexpr(12)  # into which the columns of X are cut
 _MOST_SOLVERS = tl.constexpr(32)  # programs that share the outputs of a layer
 _PROBES = tl.constexpr(4)
 _MOST_SHARES = tl.constexpr(512)  # of one gradient
-_STATUS = tl.constexpr(16)  # trace, λ, whether K could be factorised, c, whether the gradient was edited
+# Trace, λ, whether K could be factorised, c, whether the gradient was edited, by what the bound shortens it, how many
+# pivots were raised.
+_STATUS = tl.constexpr(16)
 _GRAM_COLUMNS = tl.constexpr(64)
 _LEAST_BLOCKS = tl.constexpr(2)  # of so many columns in a part
 _STRIP = tl.constexpr(8)  # rows of a tile that are probed at once
 _NO_SUM_OVERFLOWS = tl.constexpr(1e35)  # sums of a thousand such numbers are finite
-_ROUNDING = tl.constexpr(ELIMINATION * torch.finfo(torch.float32).eps)
+_FLOOR = tl.constexpr(ELIMINATION * torch.finfo(torch.float32).eps)
+_LOST = tl.constexpr(LOST_PIVOT)
 _PROBE_TILE, _WRITE_TILE = (64, 128), (32, 64)  # outputs, features
 _PROBERS = _MOST_SHARES.value  # programs for all gradients together: about what a large GPU runs at once
 _WRITERS = 1056
@@ -79,6 +86,9 @@ class DenseLayer(NamedTuple):
     of_trace: bool  # whether it is the latter
     scale: float  # s, what the loss was divided by
     tolerance: float  # how far the gradient may be from c ΔZᵀX by rounding, in units of ``‖ΔZ u‖ ‖X v‖``
+    weight: Tensor  # W: [O, D], dense in memory
+    bias: Tensor | None  # [O], likewise
+    limit: float = math.inf  # of the change of the outputs, see consequent.maths.bound, s left out
 
 
 class DenseStep:
@@ -134,9 +144,9 @@ class DenseStep:
         """Write the gradients of all layers, or zeros into all of them if the first flag is set; after all others.
 
         Args:
-            counts: int64 of five elements that are added to, :data:`consequent.reports.counters.NAMES`. Layers whose
+            counts: int64 of six elements that are added to, :data:`consequent.reports.counters.NAMES`. Layers whose
                 matrix could not be factorised, and layers whose gradient is no multiple of ``ΔZᵀX``, are counted; both
-                get ``s G / (trace + λ)``.
+                get ``s G / (trace + λ)``. So are raised pivots and shortened steps.
             steps: added to the first count.
             skips: added to the second one if the first flag is set.
         """
@@ -196,8 +206,10 @@ def _table_of(layers: Sequence[DenseLayer], block_rows: int) -> tuple[list[int],
             int_pair(outputs, input_stride),
             int_pair(layer.output_grads.stride(0), layer.of_trace),
             float_pair(layer.damping, layer.scale),
-            float_pair(layer.tolerance, 0.0),
+            float_pair(layer.tolerance, layer.limit),
             end,
+            layer.weight.data_ptr(),
+            0 if layer.bias is None else layer.bias.data_ptr(),
         )
         end += outputs * block_rows
         divisible |= features | input_stride | (inputs | weight_grad) >> 2
@@ -218,7 +230,7 @@ def _checked_shape(layer: DenseLayer) -> tuple[int, int, int]:
     side_by_side &= layer.output_grads.stride(1) == 1 or outputs == 1
     if not (side_by_side and layer.weight_grad.is_contiguous()):
         raise ValueError("inputs and output_grads need columns that are side by side, weight_grad must be contiguous")
-    for tensor in layer[:4]:
+    for tensor in (*layer[:4], layer.weight, layer.bias):
         if tensor is not None and tensor.dtype != torch.float32:
             raise TypeError(f"the tensors of a layer must be float32, got {tensor.dtype}")
     if layer.bias_grad is not None and (layer.bias_grad.shape != (outputs,) or not layer.bias_grad.is_contiguous()):
@@ -230,7 +242,7 @@ def _section(block_rows: int) -> int:
     """Floats of scratch per layer, the solution aside; as the kernels' own ``_*_at`` have it."""
     square, probes = block_rows * block_rows, block_rows * _PROBES.value
     floats: int = _PARTS.value * (square + probes) + square + block_rows
-    floats += _MOST_SOLVERS.value * probes + _MOST_SHARES.value * _PROBES.value + _STATUS.value
+    floats += _MOST_SOLVERS.value * (probes + 1) + _MOST_SHARES.value * _PROBES.value + _STATUS.value
     return floats
 
 
@@ -240,7 +252,7 @@ def _section_of(scratch, layer, BLOCK_N: tl.constexpr):
     PARTS: tl.constexpr = _PARTS * (BLOCK_N * BLOCK_N + BLOCK_N * _PROBES)
     FACTOR: tl.constexpr = BLOCK_N * BLOCK_N + BLOCK_N
     FOUND: tl.constexpr = _MOST_SOLVERS * BLOCK_N * _PROBES + _MOST_SHARES * _PROBES
-    return scratch + layer.to(tl.int64) * (PARTS + FACTOR + FOUND + _STATUS)
+    return scratch + layer.to(tl.int64) * (PARTS + FACTOR + FOUND + _STATUS + _MOST_SOLVERS)
 
 
 @triton.jit
@@ -270,6 +282,12 @@ def _found_at(section, BLOCK_N: tl.constexpr):
 @triton.jit
 def _status_at(section, BLOCK_N: tl.constexpr):
     return _found_at(section, BLOCK_N) + _MOST_SHARES * _PROBES
+
+
+@triton.jit
+def _energies_at(section, BLOCK_N: tl.constexpr):
+    """The parts of ``⟨U, G⟩``."""
+    return _status_at(section, BLOCK_N) + _STATUS
 
 
 @triton.jit
@@ -349,7 +367,7 @@ def _factor(table, scratch, flags, BLOCK_N: tl.constexpr):
     relative = tl.where(trace > 0, damping * trace, 1.0)
     level = tl.where((high_int(more) != 0) & (damping > 0), relative, damping)
     K = gram + tl.where(on_diagonal, tl.where((n < rows)[:, None], level, 1.0), 0.0)
-    V, pivots, ok = _factorised(K, BLOCK_N)
+    V, pivots, ok, raised = _factorised(K, BLOCK_N)
     factor = _factor_at(section, BLOCK_N)
     tl.store(factor + square, V)
     tl.store(factor + BLOCK_N * BLOCK_N + n, pivots)
@@ -357,6 +375,7 @@ def _factor(table, scratch, flags, BLOCK_N: tl.constexpr):
     tl.store(status, trace)
     tl.store(status + 1, level)
     tl.store(status + 2, ok.to(tl.float32))
+    tl.store(status + 6, raised.to(tl.float32))
     if _is_finite(trace) == 0:
         tl.store(flags, 1)
 
@@ -367,33 +386,38 @@ def _factorised(K, BLOCK_N: tl.constexpr):
 
     It is Cholesky's factorisation without square roots, with the inverse of the factor in the place of the factor: one
     pass over the columns, where a factorisation and two triangular solves would take three. A pivot below the rounding
-    of the entry that it came from says nothing about K, and fails.
+    of the entry that it came from is raised to that entry; where no rounding explains it, K is none.
+
+    Returns:
+        V, the pivots, whether K is positive definite, and how many pivots were raised.
     """
     n = tl.arange(0, BLOCK_N)
-    rounding = tl.sum(tl.where(n[:, None] == n[None, :], K, 0.0), 0) * _ROUNDING
+    wholes = tl.sum(tl.where(n[:, None] == n[None, :], K, 0.0), 0)
     M = K  # from the left V grows over what is left to eliminate
-    pivots = tl.zeros((BLOCK_N,), tl.float32)
+    found = tl.zeros((BLOCK_N,), tl.float32)
     if BLOCK_N <= 32:
         for k in tl.static_range(BLOCK_N):  # a known k makes most of a step vanish
-            M, pivots = _eliminated(M, pivots, k, BLOCK_N)
+            M, found = _eliminated(M, found, wholes, k, BLOCK_N)
     else:
         for k in range(BLOCK_N):
-            M, pivots = _eliminated(M, pivots, k, BLOCK_N)
-    ok = tl.min((pivots > rounding).to(tl.int32), 0) == 1
+            M, found = _eliminated(M, found, wholes, k, BLOCK_N)
+    is_low = found < wholes * _FLOOR
+    ok = tl.min(((found > -_LOST * wholes) & _is_finite(found)).to(tl.int32), 0) == 1
     V = tl.where(n[:, None] > n[None, :], M, tl.where(n[:, None] == n[None, :], 1.0, 0.0))
-    return V, pivots, ok
+    return V, tl.where(is_low, wholes, found), ok, tl.sum(is_low.to(tl.int32), 0)
 
 
 @triton.jit
-def _eliminated(M, pivots, k, BLOCK_N: tl.constexpr):
+def _eliminated(M, found, wholes, k, BLOCK_N: tl.constexpr):
     """One step: row k is subtracted from those below, and what is left of column k gives way to V's."""
     n = tl.arange(0, BLOCK_N)
     row = tl.sum(tl.where((n == k)[:, None], M, 0.0), 0)
-    pivot = tl.gather(row, n * 0 + k, 0)
-    multipliers = (row / pivot)[:, None]  # what is left is symmetric: the row is the column
+    pivot, whole = tl.gather(row, n * 0 + k, 0), tl.gather(wholes, n * 0 + k, 0)
+    raised = tl.where(pivot < whole * _FLOOR, whole, pivot)
+    multipliers = (row / raised)[:, None]  # what is left is symmetric: the row is the column
     row = tl.where(n == k, 1.0, row)[None, :]
     left = tl.where((n == k)[None, :], 0.0, M)
-    return tl.where((n > k)[:, None], left - multipliers * row, M), tl.where(n == k, pivot, pivots)
+    return tl.where((n > k)[:, None], left - multipliers * row, M), tl.where(n == k, pivot, found)
 
 
 @triton.jit(do_not_specialize=["table", "scratch", "flags", "first"])
@@ -417,6 +441,8 @@ def _solve(table, scratch, flags, first: tl.int32, BLOCK_N: tl.constexpr, PRECIS
     probe = tl.arange(0, 16)
     sums = tl.zeros((BLOCK_N, 16), tl.float32)
     infinite = 0
+    energy = 0.0
+    level = tl.load(_status_at(section, BLOCK_N) + 1)
     for block in range(program, blocks, solvers):
         o = block * BLOCK_N + n
         wanted = tl.load(row + o[None, :], (n < rows)[:, None] & (o < outputs)[None, :], other=0.0)
@@ -426,6 +452,8 @@ def _solve(table, scratch, flags, first: tl.int32, BLOCK_N: tl.constexpr, PRECIS
         signs = _sign(_random_bits(o, 1)[:, None], probe[None, :])
         sums = tl.dot(wanted, signs, sums, input_precision=PRECISION)
         infinite += tl.sum(tl.sum((_is_finite(A) == 0).to(tl.int32), 1), 0)
+        energy += tl.sum(tl.sum(wanted * (wanted - level * A), 1), 0)
+    tl.store(_energies_at(section, BLOCK_N) + program, energy)
     place = _left_at(section, BLOCK_N) + program * BLOCK_N * _PROBES
     tl.store(place + n[:, None] * _PROBES + probe[None, :], sums, (probe < _PROBES)[None, :])
     if (infinite > 0) & (tl.load(_status_at(section, BLOCK_N) + 2) != 0):
@@ -458,6 +486,16 @@ def _compare(entry, section, shares, BLOCK_N: tl.constexpr):
     status = _status_at(section, BLOCK_N)
     tl.store(status + 3, factor)
     tl.store(status + 4, (tl.sum(off.to(tl.int32), 0) > _PROBES // 2).to(tl.float32))
+
+    program = tl.arange(0, _MOST_SOLVERS)
+    energies = tl.load(_energies_at(section, BLOCK_N) + program, program < solvers, other=0.0)
+    energy = tl.sum(energies, 0) * factor * factor
+    limit = high_float(tl.load(entry + 8))
+    columns = features + (tl.load(entry + 3) != 0).to(tl.int32)
+    allowed = limit * limit * (tl.load(status) / columns.to(tl.float32))
+    weights = outputs * features.to(tl.int64)
+    shorter = shortening(energy, allowed, outputs, tl.load(entry + 10), weights, tl.load(entry + 11))
+    tl.store(status + 5, shorter)
 
 
 @triton.jit
@@ -580,15 +618,18 @@ def _write(
     scale = high_float(tl.load(entry + 7))
     is_bad = tl.load(flags) != 0
     status = _status_at(_section_of(scratch, layer, BLOCK_N), BLOCK_N)
-    shortening = scale / (tl.load(status) + tl.load(status + 1))
+    plain_scale = scale / (tl.load(status) + tl.load(status + 1))
     ok = tl.load(status + 2) != 0
     factor = tl.load(status + 3)
     edited = tl.load(status + 4) != 0
     if (program == 0) & (layer == 0):
         count_step(counts, steps, skips, is_bad)
+    shorter = tl.load(status + 5)
     if (program == 0) & (is_bad == 0):
+        count(counts, RESCUED, ok & (tl.load(status + 6) > 0))
         count(counts, FALLEN_BACK, ok == 0)
         count(counts, EDITED, edited)
+        count(counts, BOUNDED, ok & (edited == 0) & (shorter < 1))
 
     if ALIGNED:
         inputs, gradient = aligned_floats_at(tl.load(entry)), aligned_floats_at(tl.load(entry + 2))
@@ -600,13 +641,13 @@ def _write(
         for tile in range(first, last):
             d = tile * TILE_D + tl.arange(0, TILE_D)
             mask = (o < outputs)[:, None] & (d < features)[None, :]
-            G = tl.load(row + d[None, :], mask, other=0.0) * shortening
+            G = tl.load(row + d[None, :], mask, other=0.0) * plain_scale
             tl.store(row + d[None, :], tl.where(is_bad, 0.0, G), mask)
-        b = tl.load(bias_grad + o, has_bias, other=0.0) * shortening
+        b = tl.load(bias_grad + o, has_bias, other=0.0) * plain_scale
         tl.store(bias_grad + o, tl.where(is_bad, 0.0, b), has_bias)
     else:
         A = tl.load(solution + o[:, None].to(tl.int64) * BLOCK_N + n[None, :], (o < outputs)[:, None], other=0.0)
-        A = A * (factor * scale)
+        A = A * (factor * scale * shorter)
         X_row = inputs + n[:, None].to(tl.int64) * input_stride
         for tile in range(first, last):
             d = tile * TILE_D + tl.arange(0, TILE_D)

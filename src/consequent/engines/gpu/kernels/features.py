@@ -19,17 +19,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from consequent.engines.gpu.kernels.counting import FALLEN_BACK, RESCUED, count, count_step
+from consequent.engines.gpu.kernels.counting import BOUNDED, FALLEN_BACK, RESCUED, count, count_step
 from consequent.engines.gpu.kernels.launch import launch
 from consequent.engines.gpu.kernels.table import (
     device_guard,
     device_table,
     float_pair,
     floats_at,
+    high_float,
     high_int,
     int_pair,
     low_float,
     low_int,
+    shortening,
 )
 from consequent.maths.triangular_products import by_lower, by_transposed
 
@@ -37,8 +39,9 @@ __all__ = ["FeatureLayer", "PreparedFeatures", "prepare_features", "write_featur
 
 PRECISION = "tf32x3"  # of matrix products: about that of float32; "ieee" is float32 itself, without tensor cores
 
-_FIELDS = tl.constexpr(9)  # entries of the table per layer
+_FIELDS = tl.constexpr(11)  # entries of the table per layer
 _MOST_PROGRAMS = 1024  # per layer; each then takes several tiles
+_PARTS = tl.constexpr(1024)  # of a sum, as many as there are programs at most
 _LARGE_FROM = 1 << 20  # entries of a gradient, from which on there are tiles enough to fill a GPU with large ones
 _MOST_MULTIPLICATIONS = 1 << 28  # of a layer and a product: larger ones gain nothing from going together
 
@@ -71,6 +74,9 @@ class FeatureLayer(NamedTuple):
     inverse_factor: Tensor  # W: [1, D, D], or [1, D + 1, D + 1] with a bias; contiguous, zero above the diagonal
     status: Tensor  # float32 [1, 4]: trace of S, λ, whether there is a factor, how many of its pivots were raised
     scale: float  # s, what the loss was divided by
+    weight: Tensor  # W, as many numbers as G has, dense in memory
+    bias: Tensor | None  # [O], likewise
+    limit: float = math.inf  # of the change of the outputs, see consequent.maths.bound, s left out
 
 
 @dataclass
@@ -89,7 +95,13 @@ class _Multiplied:
     layers: Sequence[FeatureLayer]
     shapes: list[tuple[int, int]]
     table: Tensor
-    scratch: Tensor
+    scratch: Tensor  # and behind the products, for each layer, the parts of ⟨U, G⟩ = ‖Y‖²
+    parts: int = 1  # how many there are
+
+    @property
+    def energies(self) -> Tensor:
+        """``[layers, programs]``, of which the first parts are used."""
+        return self.scratch[sum(self.entries) :].view(len(self.layers), _PARTS.value)
 
     @property
     def entries(self) -> list[int]:
@@ -122,7 +134,7 @@ def write_features(prepared: PreparedFeatures, counts: Tensor, *, steps: int = 0
 
     Args:
         prepared: by :func:`prepare_features`.
-        counts: int64 of five elements that are added to, :data:`consequent.reports.counters.NAMES`. Layers whose
+        counts: int64 of six elements that are added to, :data:`consequent.reports.counters.NAMES`. Layers whose
             factor has raised pivots, and layers without a factor, which get ``s G / (trace + λ)``, are counted.
         steps: added to the first count.
         skips: added to the second one if ``bad`` is set.
@@ -130,7 +142,7 @@ def write_features(prepared: PreparedFeatures, counts: Tensor, *, steps: int = 0
     with device_guard(prepared.bad.device):
         for multiplied, tiling in ((prepared.small, _tilings_of(prepared.small)[1]), (prepared.large, _COPIES)):
             if multiplied is not None:
-                arguments = (prepared.bad, counts, steps, skips)
+                arguments = (prepared.bad, counts, sum(multiplied.entries), multiplied.parts, steps, skips)
                 constants = (*tiling[:3], PRECISION, multiplied is prepared.small)
                 multiplied.launch(_second_product, tiling, arguments, constants)
                 steps = skips = 0
@@ -148,7 +160,8 @@ def _tilings_of(multiplied: _Multiplied | None) -> tuple[Tiling, Tiling]:
 def _prepare_small(layers: Sequence[FeatureLayer], bad: Tensor) -> _Multiplied:
     prepared = _with_scratch(layers, bad.device, "small features")
     tiling, _ = _tilings_of(prepared)
-    prepared.launch(_first_product, tiling, (bad,), (*tiling[:3], PRECISION))
+    prepared.launch(_first_product, tiling, (bad, sum(prepared.entries)), (*tiling[:3], PRECISION))
+    prepared.parts = tiling.programs(prepared.shapes)
     return prepared
 
 
@@ -156,11 +169,13 @@ def _prepare_large(layers: Sequence[FeatureLayer], bad: Tensor) -> _Multiplied:
     prepared = _with_scratch(layers, bad.device, "large features")
     prepared.launch(_gather, _COPIES, (bad,), _COPIES[:2])
     largest = []
-    for layer, shape, part in zip(layers, prepared.shapes, prepared.scratch.split(prepared.entries), strict=True):
+    products = prepared.scratch[: sum(prepared.entries)].split(prepared.entries)
+    for layer, shape, part, energy in zip(layers, prepared.shapes, products, prepared.energies, strict=True):
         matrix = part.view(1, *shape)
         product = by_transposed(matrix, layer.inverse_factor)
         by_lower(product, layer.inverse_factor, out=matrix)
         largest.append(torch.linalg.vector_norm(product, math.inf))  # NaN where there is one
+        energy[0] = torch.linalg.vector_norm(product).square()
     has_factor = torch.cat([layer.status[:, 2] for layer in layers]) != 0
     bad.bitwise_or_((~torch.where(has_factor, torch.stack(largest), 0).isfinite()).any())
     return prepared
@@ -168,7 +183,8 @@ def _prepare_large(layers: Sequence[FeatureLayer], bad: Tensor) -> _Multiplied:
 
 def _with_scratch(layers: Sequence[FeatureLayer], device: torch.device, key: str) -> _Multiplied:
     values, shapes = _table_of(layers)
-    scratch = torch.empty(sum([outputs * size for outputs, size in shapes]), dtype=torch.float32, device=device)
+    floats = sum([outputs * size for outputs, size in shapes]) + len(layers) * _PARTS.value
+    scratch = torch.empty(floats, dtype=torch.float32, device=device)
     return _Multiplied(layers, shapes, device_table(values, device, key=key), scratch)
 
 
@@ -178,7 +194,7 @@ def _table_of(layers: Sequence[FeatureLayer]) -> tuple[list[int], list[tuple[int
     shapes: list[tuple[int, int]] = []
     end = 0
     for layer in layers:
-        grad, bias_grad, factor, status, scale = layer
+        grad, bias_grad, factor, status, scale, weight, bias, limit = layer
         outputs, size = grad.shape[0], factor.shape[-1]
         features = size if bias_grad is None else size - 1
         _check(layer, outputs, features)
@@ -192,7 +208,9 @@ def _table_of(layers: Sequence[FeatureLayer]) -> tuple[list[int], list[tuple[int
             int_pair(outputs, features),
             int_pair(taps, tap_stride),
             int_pair(channel_stride, 0),
-            float_pair(scale, 0.0),
+            float_pair(scale, limit),
+            weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
         )
         shapes.append((outputs, size))
         end += outputs * size
@@ -210,7 +228,7 @@ def _check(layer: FeatureLayer, outputs: int, features: int) -> None:
         )
     if bias_grad is not None and (bias_grad.shape != (outputs,) or not bias_grad.is_contiguous()):
         raise ValueError(f"bias_grad must be contiguous [{outputs}], got {list(bias_grad.shape)}")
-    for tensor in layer[:4]:
+    for tensor in (*layer[:4], layer.weight, layer.bias):
         if tensor is not None and tensor.dtype != torch.float32:
             raise TypeError(f"the tensors of a layer must be float32, got {tensor.dtype}")
 
@@ -237,11 +255,12 @@ def _places(f, taps, tap_stride, channel_stride):
     return f // taps * channel_stride + f % taps * tap_stride
 
 
-@triton.jit(do_not_specialize=["table", "scratch", "bad"])
+@triton.jit(do_not_specialize=["table", "scratch", "bad", "entries"])
 def _first_product(
     table,
     scratch,
     bad,
+    entries: tl.int64,
     BLOCK_O: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -261,6 +280,7 @@ def _first_product(
     factor, status = floats_at(tl.load(entry + 2)), floats_at(tl.load(entry + 3))
     product = scratch + tl.load(entry + 4)
     ok = tl.load(status + 2) != 0
+    energy = 0.0
     for tile in range(program, tiles_down * tiles_across, tl.num_programs(1)):
         first = (tiles_across - 1 - tile // tiles_down) * BLOCK_F  # the tiles with most to sum up begin
         o = tile % tiles_down * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -283,12 +303,14 @@ def _first_product(
         Y += bias[:, None] * tl.where(ok, corner, 0.0)[None, :]
         mask = (o < outputs)[:, None] & (i < size)[None, :]
         tl.store(product + o[:, None].to(tl.int64) * size + i[None, :], Y, mask)
+        energy += tl.sum(tl.sum(Y * Y, 1), 0)
 
         place = row + _places(i, taps, tap_stride, channel_stride)[None, :]
         own = tl.load(place, (o < outputs)[:, None] & (i < features)[None, :], other=0.0)
         finite = _is_finite(own) & _is_finite(Y)  # a bias that is not has left its mark on Y, by 0 · inf = NaN
         if (tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0) | (_is_finite(tl.load(status)) == 0):
             tl.store(bad, 1)
+    tl.store(scratch + entries + layer * _PARTS + program, energy)
 
 
 @triton.jit(do_not_specialize=["table", "scratch", "bad"])
@@ -318,12 +340,14 @@ def _gather(table, scratch, bad, BLOCK_O: tl.constexpr, BLOCK_F: tl.constexpr):
             tl.store(bad, 1)
 
 
-@triton.jit(do_not_specialize=["table", "scratch", "bad", "counts", "steps", "skips"])
+@triton.jit(do_not_specialize=["table", "scratch", "bad", "counts", "entries", "parts", "steps", "skips"])
 def _second_product(
     table,
     scratch,
     bad,
     counts,
+    entries: tl.int64,
+    parts: tl.int32,
     steps: tl.int32,
     skips: tl.int32,
     BLOCK_O: tl.constexpr,
@@ -352,9 +376,16 @@ def _second_product(
     ok, is_bad = tl.load(status + 2) != 0, tl.load(bad) != 0
     if (program == 0) & (layer == 0):
         count_step(counts, steps, skips, is_bad)
+    part = tl.arange(0, _PARTS)
+    energy = tl.sum(tl.load(scratch + entries + layer * _PARTS + part, part < parts, other=0.0), 0)
+    limit = high_float(tl.load(entry + 8))
+    allowed = limit * limit * (tl.load(status) / size.to(tl.float32))
+    weights = outputs * features.to(tl.int64)
+    shorter = shortening(energy, allowed, outputs, tl.load(entry + 9), weights, tl.load(entry + 10))
     if (program == 0) & (is_bad == 0):
         count(counts, RESCUED, ok & (tl.load(status + 3) > 0))
         count(counts, FALLEN_BACK, ok == 0)
+        count(counts, BOUNDED, ok & (shorter < 1))
     for tile in range(program, tiles_down * tiles_across, tl.num_programs(1)):
         first = tile // tiles_down * BLOCK_F  # the tiles with most to sum up begin
         o = tile % tiles_down * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -371,7 +402,7 @@ def _second_product(
         else:
             there = (o < outputs)[:, None] & (j < tl.where(is_bad, 0, size))[None, :]
             U = tl.load(row + j[None, :], there, other=0.0)
-        U = U * scale
+        U = U * (scale * shorter)
 
         weight_mask = (o < outputs)[:, None] & (j < features)[None, :]
         bias_mask = (o < outputs)[:, None] & ((j == features) & (j < size))[None, :]
