@@ -26,6 +26,8 @@ The measure, fixed before any value was seen:
   beside it the worst task (geometric mean over its seeds) and the number of runs that diverged. Lower is better, and
   below 1 is better than tuned plain.
 
+Added after a first look at two tasks: the tables also say by which factor a verdict is uncertain for want of seeds.
+
 "Tuned" runs have their own rate for each task, found at the tuning seed; "fixed" ones have one rate for all tasks,
 because good without tuning means that.
 
