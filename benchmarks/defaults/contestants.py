@@ -29,8 +29,8 @@ class Contestant:
     optimiser: Callable[[nn.Module, float], optim.Optimizer]
     rates: tuple[float, ...]
     advised: float
+    plain: tuple[str, ...]
     is_corrected: bool = True
-    plain: tuple[str, ...] = ()
     kin: str = ""
 
 
@@ -55,9 +55,9 @@ def adam(model: nn.Module, rate: float) -> optim.Optimizer:
 
 
 CONTESTANTS = {
-    "sgd": Contestant(sgd, SGD_RATES, 0.1, is_corrected=False),
-    "nesterov": Contestant(nesterov, SGD_RATES, 0.01, is_corrected=False),
-    "adam": Contestant(adam, ADAM_RATES, 1e-3, is_corrected=False),
+    "sgd": Contestant(sgd, SGD_RATES, 0.1, is_corrected=False, plain=("sgd", "nesterov")),
+    "nesterov": Contestant(nesterov, SGD_RATES, 0.01, is_corrected=False, plain=("sgd", "nesterov")),
+    "adam": Contestant(adam, ADAM_RATES, 1e-3, is_corrected=False, plain=("adam",)),
     "c-sgd": Contestant(sgd, C_SGD_RATES, 0.1, plain=("sgd", "nesterov"), kin="sgd"),
     "c-momentum": Contestant(momentum, C_MOMENTUM_RATES, 0.01, plain=("sgd", "nesterov"), kin="nesterov"),
     "c-nesterov": Contestant(nesterov, C_MOMENTUM_RATES, 0.01, plain=("sgd", "nesterov"), kin="nesterov"),

@@ -37,6 +37,7 @@ class Verdict:
     def __init__(self) -> None:
         self.of_task: dict[str, list[float]] = {}
         self.diverged = 0
+        self.missing = 0  # runs that should be there and were not made yet
 
     def add(self, record: Record, plain: Record) -> None:
         """Take a run into account."""
@@ -58,12 +59,25 @@ class Verdict:
         """The worst task's ratio, and its name."""
         return max((math.exp(statistics.fmean(ratios)), task) for task, ratios in self.of_task.items())
 
+    @property
+    def noise(self) -> float | None:
+        """The factor by which the mean is uncertain, since there are few seeds: one standard error.
+
+        Seeds of the last run only: that another tuning seed might have chosen other rates is not in it.
+        """
+        if not self.of_task or min(map(len, self.of_task.values())) < 2:
+            return None
+        squares = [statistics.variance(ratios) / len(ratios) for ratios in self.of_task.values()]
+        return math.exp(math.sqrt(sum(squares)) / len(squares))
+
     def __str__(self) -> str:
         if not self.of_task:
             return "–"
         ratio, task = self.worst
+        noise = f" ×/÷ {self.noise:.2f}" if self.noise is not None else ""
         diverged = f", {self.diverged} of {self.runs} diverged" if self.diverged else ""
-        return f"**{self.mean:.2f}** ({ratio:.2g} {task}{diverged})"
+        missing = f", **{self.missing} runs missing**" if self.missing else ""
+        return f"**{self.mean:.2f}**{noise} ({ratio:.2g} {task}{diverged}{missing})"
 
 
 class Judge:
@@ -83,16 +97,15 @@ class Judge:
         return self.results.best_rate(self.scope, task, contestant, damping) or self.scope.rates(contestant)[0]
 
     def verdict(
-        self, contestant: str, damping: str, rate: float | None, seeds: Iterable[int], tasks: Iterable[str] = ()
+        self, contestant: str, damping: str, rate: float | None, seeds: Sequence[int], tasks: Sequence[str] = ()
     ) -> Verdict:
         """All tasks with one rate, or each with its best one if that is None."""
         found = Verdict()
-        names = CONTESTANTS[contestant].plain or tuple(name for name in CONTESTANTS if name == contestant)
-        if contestant in ("sgd", "nesterov"):
-            names = ("sgd", "nesterov")
+        names = CONTESTANTS[contestant].plain
         for task in tasks or self.scope.tasks:
             best_plain = tuned_plain(self.scope, self.results, task, names)
             if best_plain is None:
+                found.missing += len(seeds)
                 continue
             chosen = self.tuned_rate(task, contestant, damping) if rate is None else rate
             for seed in seeds:
@@ -100,6 +113,8 @@ class Judge:
                 plain = self.record(task, best_plain[0], "", best_plain[1], seed)
                 if record is not None and plain is not None:
                     found.add(record, plain)
+                else:
+                    found.missing += 1
         return found
 
 
@@ -116,8 +131,8 @@ def by_damping(judge: Judge, rates: dict[str, float] | None, seeds: Sequence[int
         for damping in judge.scope.dampings
     ]
     if rates is not None:
-        plain = {"c-sgd": "sgd", "c-momentum": "nesterov", "c-nesterov": "nesterov", "c-adam": "adam"}
-        rows.append(["plain", *(judge.verdict(plain[name], "", rates[plain[name]], seeds) for name in CORRECTED)])
+        plain = [CONTESTANTS[name].kin for name in CORRECTED]
+        rows.append(["plain", *(judge.verdict(name, "", rates[name], seeds) for name in plain)])
     return table(["damping", *CORRECTED], rows)
 
 
@@ -221,7 +236,8 @@ def tables(scope: Scope, results: Results, rates: dict[str, float], damping: str
     seeds = ", ".join(map(str, scope.seeds))
     advised = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
     parts = [
-        f"## Each task with its best rate, seeds {seeds}\n\nFinal loss ÷ tuned plain: geometric mean (worst task).",
+        f"## Each task with its best rate, seeds {seeds}",
+        "Final loss ÷ tuned plain: geometric mean ×/÷ noise of seeds (worst task).",
         by_damping(judge, None, scope.seeds),
         f"## One rate for all tasks ({advised}), seeds {seeds}",
         by_damping(judge, rates, scope.seeds),

@@ -75,3 +75,17 @@ def test_tasks_count_alike_however_many_seeds_they_have():
     verdict.add(record(1.0, task="once"), record(1.0))
     assert verdict.mean == pytest.approx(2)
     assert verdict.worst == (pytest.approx(4), "often")
+    assert verdict.noise is None  # one seed says nothing of it
+
+
+def test_noise_of_seeds():
+    verdict = summary.Verdict()
+    for final in (0.5, 2.0):
+        verdict.add(record(final), record(1.0))
+    assert verdict.mean == pytest.approx(1)
+    assert verdict.noise == pytest.approx(2)
+
+
+def test_missing_runs_are_told(tmp_path):
+    judge = summary.Judge(study.SMALL, study.Results(tmp_path / "none.jsonl"))
+    assert judge.verdict("c-sgd", "relative 0.1", None, [0]).missing == len(study.SMALL.tasks)
