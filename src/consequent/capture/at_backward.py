@@ -15,6 +15,7 @@ from torch.autograd.graph import Node
 
 from consequent.capture.samples import Entries
 from consequent.capture.torch_internals import backward_pass_id, version_of, will_run
+from consequent.capture.uncompiled import leave_uncompiled
 from consequent.capture.use import Entry, Use
 from consequent.maths.damping import Damping
 
@@ -106,13 +107,15 @@ class _GateFunction(torch.autograd.Function):
         return aliases if len(aliases) > 1 else aliases[0]
 
     @staticmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         gate: Gate = ctx.gate
         gathered = gate.gather(grads)
         corrector = gate.corrector
         new = {} if corrector is None else corrector.solve(gate, gathered)
         return (None, *(new.get(parameter) for parameter in gate.held))
+
+
+leave_uncompiled(__name__, "backward", of_class="_GateFunction")
 
 
 Solve = Callable[[Gathered, Damping, float], dict[Tensor, Tensor]]

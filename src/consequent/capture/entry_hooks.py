@@ -6,14 +6,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from consequent.capture.uncompiled import leave_uncompiled
 
-def _call(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+
+def _call_uncompiled(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Keep torch.compile out of a hook: it breaks the graph here and goes on behind it."""
     function(*args)
 
 
-# Keeps torch.compile out of a hook: it breaks the graph there and goes on behind it.
-_call_uncompiled = torch.compiler.disable(
-    _call, reason="consequent counts the samples that enter this module: compile without fullgraph=True"
+leave_uncompiled(
+    __name__,
+    "_call_uncompiled",
+    reason="consequent counts the samples that enter this module: compile without fullgraph=True",
 )
 
 

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from consequent.capture.product import Call, Listener, Product, UncompiledProduct
 from consequent.capture.torch_internals import autocast_dtype, transforms_are_active
+from consequent.capture.uncompiled import leave_uncompiled
 from consequent.capture.use import Use
 from consequent.layers import Operation, class_of, kind_of
 from consequent.layers.operation import Canonical
@@ -89,12 +90,14 @@ def _watched_class(cls: type[nn.Module]) -> type[nn.Module]:
     return watched
 
 
-def _called(watch: "Watch", plain: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _uncompiled(watch: "Watch", plain: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return watch.called(plain, args, kwargs, UncompiledProduct)
 
 
-_uncompiled = torch.compiler.disable(
-    _called, reason="consequent watches this layer: compile without fullgraph=True, or exclude the layer"
+leave_uncompiled(
+    __name__,
+    "_uncompiled",
+    reason="consequent watches this layer: compile without fullgraph=True, or exclude the layer",
 )
 
 
