@@ -3,7 +3,7 @@
 import warnings
 import weakref
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,10 @@ from consequent.layers import kind_of
 from consequent.maths.checks import check_damping
 from consequent.maths.damping import DEFAULT, Damping
 from consequent.maths.precision import in_full_precision
+from consequent.options.arguments import refusing_unknown
 from consequent.options.parameter_groups import Groups, damping_in
 from consequent.options.selection import Patterns, listed, select_layers
-from consequent.options.settings import LossReduction, Options, check_at, check_loss_reduction, loss_divisor
+from consequent.options.settings import LossReduction, check_at, check_loss_reduction, loss_divisor
 from consequent.ranks.exchange import Exchange
 from consequent.ranks.process_group import (
     Ranks,
@@ -49,16 +50,40 @@ STATE_VERSION = 2  # of state dicts
 _LIVE: "weakref.WeakSet[Consequentialism]" = weakref.WeakSet()
 
 
+@refusing_unknown
 def attach(
     optimizer: Optimizer,
     model: nn.Module,
     damping: float | None = None,  # λ in the paper
-    **options: Unpack[Options],
+    *,
+    relative_damping: float | None = None,
+    loss_reduction: LossReduction = "mean",
+    include: Patterns | None = None,
+    exclude: Patterns = (),
+    check: bool = False,
+    foresight: bool = False,
+    process_group: "ProcessGroup | None" = None,
+    across_ranks: bool = True,
+    at: str = "step",
 ) -> "Consequentialism":
     """Turn an optimiser into its consequentialist version: SGD into C-SGD, Adam into C-Adam.
 
     From now on ``optimizer.step()`` first replaces the gradient ``ΔZ Xᵀ`` of every Linear and convolutional layer by
-    ``ΔZ (XᵀX + λI)⁻¹ Xᵀ``. The arguments are those of :class:`Consequentialism`.
+    ``ΔZ (XᵀX + λI)⁻¹ Xᵀ``. :class:`Consequentialism` says more of the arguments.
+
+    Args:
+        optimizer: any first-order optimiser of torch's kind.
+        model: the model whose parameters it holds.
+        damping: λ itself, added to the diagonal of the Gram matrix.
+        relative_damping: or λ as a fraction of the inputs' mean eigenvalue at full rank.
+        loss_reduction: how the loss sums up over samples.
+        include: which layers to correct.
+        exclude: which to leave out.
+        check: raise on NaN, inf or a failed factorisation.
+        foresight: keep what :meth:`Consequentialism.foresight` needs.
+        process_group: the ranks that train this model together.
+        across_ranks: False: each rank corrects with its own inputs only.
+        at: ``"step"`` or ``"backward"``: when gradients are replaced.
 
     Example:
         >>> import torch, consequent
@@ -73,7 +98,19 @@ def attach(
         >>> correction.detach()  # and it is plain SGD again
     """
     check_optimizer(optimizer)
-    correction = Consequentialism(model, damping, **options)
+    correction = Consequentialism(
+        model,
+        damping,
+        relative_damping=relative_damping,
+        loss_reduction=loss_reduction,
+        include=include,
+        exclude=exclude,
+        check=check,
+        foresight=foresight,
+        process_group=process_group,
+        across_ranks=across_ranks,
+        at=at,
+    )
     try:
         correction.attach(optimizer)
     except BaseException:
@@ -112,6 +149,7 @@ class Consequentialism:
             its own inputs, and costs less.
     """
 
+    @refusing_unknown
     def __init__(
         self,
         model: nn.Module,
