@@ -1,5 +1,6 @@
 """Consequentialism: the object that is attached to an optimiser and rewrites the gradients before each step."""
 
+import math
 import warnings
 import weakref
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from consequent.capture.at_backward import BackwardCorrector, Gathered
 from consequent.capture.at_step import StepCorrector
 from consequent.capture.capture import Capture, Corrector
+from consequent.capture.use import Entry
 from consequent.engines.in_backward import corrected_in_backward
 from consequent.engines.step import Rewriter
 from consequent.foresight import Foresight
@@ -22,6 +24,7 @@ from consequent.maths.checks import check_damping
 from consequent.maths.damping import DEFAULT, Damping
 from consequent.maths.precision import in_full_precision
 from consequent.options.arguments import refusing_unknown
+from consequent.options.loss_divisor import LossDivisor, named, sum_over_ranks
 from consequent.options.parameter_groups import Groups, damping_in
 from consequent.options.selection import Patterns, listed, select_layers
 from consequent.options.settings import LossReduction, check_at, check_loss_reduction, loss_divisor
@@ -36,6 +39,7 @@ from consequent.ranks.process_group import (
 from consequent.ranks.traffic import Traffic
 from consequent.reports.counters import Counters
 from consequent.reports.describe import describe
+from consequent.reports.doubts import doubt_about_samples
 from consequent.reports.guards import check_optimizer, refuse_uncaptured, unwrapped
 from consequent.reports.reports import Reports
 
@@ -184,7 +188,6 @@ class Consequentialism:
         self.model = model
         self.across_ranks = across_ranks
         self.at = at
-        self.loss_reduction = loss_reduction
         self.include = None if include is None else listed(include, "include")
         self.exclude = listed(exclude, "exclude")
         self.keeps_foresight = foresight
@@ -192,6 +195,7 @@ class Consequentialism:
         self._hooks: list[RemovableHandle] = []
         self._reports = Reports(check=check)
         self._withheld: list[tuple[Tensor, Tensor]] = []  # gradients kept from the optimiser while it steps
+        self._has_doubted = False  # whether N was looked at, which is done once
         self._skip_next = False  # the gradients now in .grad hold NaN or inf
         self._foresight: Foresight | None = None
         self._inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
@@ -208,8 +212,8 @@ class Consequentialism:
             listener=corrector,
             before_entry=self._before_entry,
         )
-        if isinstance(corrector, BackwardCorrector):
-            corrector.entries = self._capture.entries
+        self._capture.entries.looks_at_tokens = loss_reduction == "mean"
+        self._loss = LossDivisor(loss_reduction, self._capture.entries)
         self._rewriter = Rewriter(self._capture, self._at_step, self._groups, self._reports, foresight=foresight)
         if process_group is not None:
             self._share_out(process_group)
@@ -243,7 +247,7 @@ class Consequentialism:
         if not any(parameter.requires_grad for parameter in mine):
             self._reports.all_frozen(type(optimizer).__name__)
         self._capture.notice_parameters(self._capture.layers)
-        self._groups.take(optimizer, when_gone=self._capture.remove)  # its hooks on the model go with it
+        self._groups.take(optimizer, when_gone=self._stop_watching)  # its hooks on the model go with it
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -266,8 +270,12 @@ class Consequentialism:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._groups.take(None, when_gone=self._capture.remove)
+        self._groups.take(None, when_gone=self._stop_watching)
+        self._stop_watching()
+
+    def _stop_watching(self) -> None:
         self._capture.remove()
+        self._loss.remove()
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 
@@ -350,17 +358,52 @@ class Consequentialism:
         """Rewrite the gradients. False if the step must not be taken; then nothing was rewritten."""
         self._skip_next = False
         self._warn_of_ranks_left_out()
-        return self._rewriter.rewrite(self.loss_reduction)
+        passes = self._at_step.passes()
+        self._doubt_samples(passes)
+        if not self._loss.is_seen:
+            return self._rewriter.rewrite(self.loss_reduction)
+        return self._rewriter.rewrite(lambda samples: self._divisor_on_all_ranks(passes))
+
+    def _divisor_on_all_ranks(self, passes: list[set[Entry]]) -> float:
+        """What was seen of the loss, on all ranks together, who ask this together."""
+        failure: Exception | None = None
+        divisor = math.nan
+        try:
+            divisor = self._loss.seen(passes)
+        except (RuntimeError, ValueError) as error:
+            failure = error  # first tell the others, who would wait
+        if self._rewriter.exchange is not None:
+            divisor = sum_over_ranks(divisor, self._rewriter.exchange.ranks.gather_numbers)
+        if failure is not None:
+            raise failure
+        if math.isnan(divisor):
+            raise RuntimeError("on another rank, what the loss was divided by is not known; the error there says why")
+        return divisor or 1.0  # no target counts: the gradient is zero
 
     def _other_captures(self) -> list[StepCorrector]:
         return [correction._at_step for correction in _LIVE if correction is not self]
 
     # ---- in the backward pass ---------------------------------------------------------------------------------------
 
-    def _divisor_of_pass(self, samples: int) -> float:
-        self._rewriter.samples, self._rewriter.divisor = samples, loss_divisor(self.loss_reduction, samples)
+    def _divisor_of_pass(self, entries: set[Entry]) -> float:
+        samples = self._capture.entries.count([entries])
+        self._doubt_samples([entries])
+        if self._loss.is_seen:
+            divisor = self._loss.seen([entries]) or 1.0  # no target counts: the gradient is zero
+        else:
+            divisor = loss_divisor(self.loss_reduction, samples)
+        self._rewriter.samples, self._rewriter.divisor = samples, divisor
         self._reports.add_step(self._rewriter.device)
-        return self._rewriter.divisor
+        return divisor
+
+    def _doubt_samples(self, passes: list[set[Entry]]) -> None:
+        """At the first step: tell of an N that can hardly be what the loss was averaged over."""
+        if self._has_doubted:
+            return
+        self._has_doubted = True
+        self._capture.entries.looks_at_tokens = False
+        if self.loss_reduction == "mean":
+            self._reports.samples_in_doubt(doubt_about_samples(passes, self._inner))
 
     def _corrected_in_backward(self, gathered: Gathered, damping: Damping, scale: float) -> dict[Tensor, Tensor]:
         corrected = corrected_in_backward(gathered, damping, scale, check=self.check)
@@ -408,8 +451,7 @@ class Consequentialism:
         )
 
     def _agreed_settings(self) -> dict[str, str]:
-        reduction = "a function" if callable(self.loss_reduction) else repr(self.loss_reduction)
-        return {"loss_reduction": reduction, "check": str(self.check)}
+        return {"loss_reduction": repr(named(self.loss_reduction)), "check": str(self.check)}
 
     def _warn_of_ranks_left_out(self) -> None:
         if self.across_ranks and self._rewriter.exchange is None and several_are_running():
@@ -464,6 +506,17 @@ class Consequentialism:
     @check.setter
     def check(self, check: bool) -> None:
         self._reports.check = check
+
+    @property
+    def loss_reduction(self) -> LossReduction:
+        """How the loss sums up over samples. May be set."""
+        return self._loss.reduction
+
+    @loss_reduction.setter
+    def loss_reduction(self, loss_reduction: LossReduction) -> None:
+        check_loss_reduction(loss_reduction)
+        self._loss.remove()
+        self._loss = LossDivisor(loss_reduction, self._capture.entries)
 
     def _layer_parameters(self) -> set[Tensor]:
         found = [p for layer in self._capture.layers.values() for p in self._capture.parameters_of(layer)]
@@ -526,7 +579,7 @@ class Consequentialism:
         return reasons
 
     def __repr__(self) -> str:
-        return describe(self, self._groups, self._rewriter.sides, self._rewriter.divisor)
+        return describe(self, self._groups, self._rewriter.sides, self._rewriter.divisor, self._loss.source)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copied or pickled model has no correction: attach to the copy
@@ -550,7 +603,6 @@ class Consequentialism:
         damping = _damping_of_state(state)  # raises before anything is changed
         counters = Counters(**state["counters"])
         if state["loss_reduction"] is not None:
-            check_loss_reduction(state["loss_reduction"])
             self.loss_reduction = state["loss_reduction"]
         self._groups.change_default(damping)
         self._reports.restore(counters)

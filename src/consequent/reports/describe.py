@@ -7,13 +7,20 @@ from typing import TYPE_CHECKING
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from consequent.layers import kind_of
+from consequent.options.loss_divisor import named
 from consequent.options.parameter_groups import Groups
 
 if TYPE_CHECKING:
     from consequent.correction import Consequentialism
 
 
-def describe(correction: "Consequentialism", groups: Groups, sides: Mapping[str, str], divisor: float | None) -> str:
+def describe(
+    correction: "Consequentialism",
+    groups: Groups,
+    sides: Mapping[str, str],
+    divisor: float | None,
+    source: str,
+) -> str:
     """A readable listing.
 
     Args:
@@ -21,8 +28,9 @@ def describe(correction: "Consequentialism", groups: Groups, sides: Mapping[str,
         groups: what its optimiser's parameter groups say.
         sides: for each layer, the side on which it was solved last.
         divisor: what the last step's loss was taken to be divided by; None before the first step.
+        source: where that comes from.
     """
-    reduction = "a function of the samples" if callable(correction.loss_reduction) else correction.loss_reduction
+    reduction = named(correction.loss_reduction)
     optimizer = correction.optimizer
     where = "not attached" if optimizer is None else f"attached to {type(optimizer).__name__}"
     if groups.lost_its_optimizer:
@@ -65,6 +73,7 @@ def describe(correction: "Consequentialism", groups: Groups, sides: Mapping[str,
     lines.append(f"  counters: {counts}")
     if divisor is not None:
         lines.append(
-            f"  samples at the last step: {correction.samples}; its loss was taken for a sum divided by {divisor:g}"
+            f"  samples at the last step: {correction.samples}; its loss was taken for a sum divided by {divisor:g} "
+            f"({source})"
         )
     return "\n".join(lines)

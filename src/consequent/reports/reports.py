@@ -102,6 +102,11 @@ class Reports(Tally):
             "frozen", f"all layers to correct are frozen: {optimizer} stays as it is until one of them is trained"
         )
 
+    def samples_in_doubt(self, doubt: str | None) -> None:
+        """N may not be what the loss was averaged over."""
+        if doubt is not None:
+            self._warn_once("samples", doubt)
+
     def left_plain(self, name: str, reason: str) -> None:
         """A layer that was to be corrected keeps its plain gradient."""
         self._warn_once(f"plain {name}", f"{shown(name)} keeps its plain gradient: {reason}")
