@@ -26,7 +26,7 @@ from consequent.maths.precision import in_full_precision
 from consequent.options.arguments import refusing_unknown
 from consequent.options.loss_divisor import LossDivisor, named, sum_over_ranks
 from consequent.options.parameter_groups import Groups, damping_in
-from consequent.options.selection import Patterns, listed, select_layers
+from consequent.options.selection import Patterns, listed, readable_name, select_layers
 from consequent.options.settings import LossReduction, check_at, check_loss_reduction, loss_divisor
 from consequent.ranks.exchange import Exchange
 from consequent.ranks.process_group import (
@@ -193,7 +193,7 @@ class Consequentialism:
         self.keeps_foresight = foresight
         self._groups = Groups(model, default)
         self._hooks: list[RemovableHandle] = []
-        self._reports = Reports(check=check)
+        self._reports = Reports(check=check, numbers=self._numbers_of_step)
         self._withheld: list[tuple[Tensor, Tensor]] = []  # gradients kept from the optimiser while it steps
         self._has_doubted = False  # whether N was looked at, which is done once
         self._skip_next = False  # the gradients now in .grad hold NaN or inf
@@ -380,6 +380,14 @@ class Consequentialism:
             raise RuntimeError("on another rank, what the loss was divided by is not known; the error there says why")
         return divisor or 1.0  # no target counts: the gradient is zero
 
+    def _numbers_of_step(self) -> str:
+        """What a message says of the present step: learning rates, λ, N, the loss's divisor."""
+        rates = {float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group} if self.optimizer else ()
+        words = [f"lr {' and '.join(f'{rate:g}' for rate in rates)}"] if rates else []
+        words += map(str, self._groups.dampings())
+        words += [f"N = {self.samples}", f"loss divided by {self._rewriter.divisor:g}"] if self.samples else []
+        return "".join(f", {word}" for word in words)
+
     def _other_captures(self) -> list[StepCorrector]:
         return [correction._at_step for correction in _LIVE if correction is not self]
 
@@ -556,6 +564,16 @@ class Consequentialism:
         """What happened so far. On a GPU, reading it waits for the device."""
         return self._reports.read()
 
+    def _replaced(self) -> dict[str, str]:
+        """Layers that took the place of others since the optimiser was attached, which does not hold them."""
+        reason = (
+            "replaced after attaching: add its parameters to the optimiser (add_param_group), or detach() and attach "
+            "anew with an optimiser that has them"
+        )
+        present = {readable_name(name): module for name, module in self._inner.named_modules()}
+        known = self._capture.layers
+        return {name: reason for name, layer in known.items() if name in present and present[name] is not layer}
+
     @property
     def corrected(self) -> dict[str, nn.Module]:
         """The layers that are corrected, by name."""
@@ -565,7 +583,7 @@ class Consequentialism:
     @property
     def plain(self) -> dict[str, str]:
         """The modules that keep their plain gradient, by name, and why."""
-        reasons = dict(self._plain)
+        reasons = self._plain | self._replaced()
         for name, layer in self._capture.layers.items():
             parameters = [p for p in self._capture.parameters_of(layer) if p is not None]
             if layer in self._capture.misbehaving:

@@ -17,7 +17,8 @@ def _call_uncompiled(function: Callable[..., None], args: tuple[Any, ...]) -> No
 leave_uncompiled(
     __name__,
     "_call_uncompiled",
-    reason="consequent counts the samples that enter this module: compile without fullgraph=True",
+    reason="consequent counts the samples that enter this module: compile without fullgraph=True; before "
+    "torch.export call correction.detach()",
 )
 
 
@@ -50,8 +51,13 @@ class EntryHook:
 
     def __call__(self, *args: Any) -> None:
         """Pass the call on."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             _call_uncompiled(self.function, args)
+        elif torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+            raise RuntimeError(
+                "consequent watches this model, and what it sees cannot be exported or traced: call "
+                "correction.detach() first, and attach again after"
+            )
         else:
             self.function(*args)
 

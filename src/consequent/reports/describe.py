@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from consequent.layers import kind_of
 from consequent.options.loss_divisor import named
 from consequent.options.parameter_groups import Groups
+from consequent.reports.reports import REMEDY
 
 if TYPE_CHECKING:
     from consequent.correction import Consequentialism
@@ -64,13 +65,18 @@ def describe(
         lines.append(line(name, f"{layer_type}, {columns} input columns, {side}"))
     lines.append(f"  plain ({len(plain)}):")
     lines += [line(name, reason) for name, reason in plain.items()]
+    if any(getattr(layer, "bias", None) is not None for layer in corrected.values()):
+        lines.append("  input columns: those of the layer's inputs, and one of ones for its bias if it has one")
     norms = sum(isinstance(module, _BatchNorm) for module in correction.model.modules())
     if norms:
         lines.append(
             f"  BatchNorm layers: {norms}; the paper found that they conflict with the correction, try without"
         )
-    counts = ", ".join(f"{name} {count}" for name, count in asdict(correction.counters).items())
+    counters = correction.counters
+    counts = ", ".join(f"{name} {count}" for name, count in asdict(counters).items())
     lines.append(f"  counters: {counts}")
+    if counters.skipped:
+        lines.append(f"  NaN or inf was met in {counters.skipped} steps, which were skipped. {REMEDY}")
     if divisor is not None:
         lines.append(
             f"  samples at the last step: {correction.samples}; its loss was taken for a sum divided by {divisor:g} "
