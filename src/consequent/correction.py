@@ -134,9 +134,13 @@ class Consequentialism:
             eigenvalue of the inputs at full rank, whatever their size and number. Without either it is
             :data:`consequent.maths.damping.DEFAULT`.
         loss_reduction: how the loss sums up over samples, so that the learning rate keeps the paper's meaning:
-            ``"mean"`` (over the samples that enter the model), ``"sum"``, or the loss's own divisor: a number, or a
-            function of the number of samples (``lambda samples: samples * outputs / 2`` for the default ``F.mse_loss``,
-            which has no ½).
+            ``"mean"`` (over the samples that enter the model) or ``"sum"``. A loss module of torch that you call after
+            the model (``criterion = nn.CrossEntropyLoss()``): what its calls divide by, ignored targets and class
+            weights seen; on a GPU the step waits for that count. ``"mse"``: half of the elements of the model's
+            outputs, for the default ``F.mse_loss``, which has no ½. ``"tokens"``: all positions of outputs
+            ``[…, classes]``. A loss function of torch, as it divides the model's outputs by default. Or the loss's own
+            divisor: a number, or a function of the number of samples. Where the first step finds ``"mean"``
+            implausible, it warns.
         include: which layers to correct: module types, names or compiled regular expressions. None: all that can be,
             embeddings aside.
         exclude: which to leave out, likewise.

@@ -13,7 +13,7 @@ from torch import Tensor
 from consequent.capture.torch_internals import graph_is_being_captured
 from consequent.engines.solution import Solution
 from consequent.reports.counters import Counters, Tally
-from consequent.reports.errors import ConsequentWarning, LinAlgError, NonFiniteError
+from consequent.reports.errors import ConsequentWarning, LinAlgError, NonFiniteError, StandstillError
 
 _NOT_THE_USERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__)
 
@@ -77,7 +77,8 @@ class Reports(Tally):
                 "skipped", f"{message}. The step was skipped, with all weights left as they were. {_remedy(step)}"
             )
         elif self._skipped_in_a_row % MOST_SKIPPED_IN_A_ROW == 0:
-            raise RuntimeError(
+            self.add("steps")  # which nobody else will count
+            raise StandstillError(
                 f"{message}: the last {self._skipped_in_a_row} steps were all skipped, nothing is being trained "
                 f"(counters.skipped is {self._counters.skipped} of {step} steps). {REMEDY}"
             )
