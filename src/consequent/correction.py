@@ -1,9 +1,10 @@
 """Consequentialism: the object that is attached to an optimiser and rewrites the gradients before each step."""
 
+import math
 import warnings
 import weakref
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,16 +15,20 @@ from torch.utils.hooks import RemovableHandle
 from consequent.capture.at_backward import BackwardCorrector, Gathered
 from consequent.capture.at_step import StepCorrector
 from consequent.capture.capture import Capture, Corrector
+from consequent.capture.use import Entry
 from consequent.engines.in_backward import corrected_in_backward
 from consequent.engines.step import Rewriter
 from consequent.foresight import Foresight
 from consequent.layers import kind_of
-from consequent.maths.checks import check_damping
+from consequent.maths.bound import DEFAULT as BOUND
+from consequent.maths.checks import check_damping, check_positive
 from consequent.maths.damping import DEFAULT, Damping
 from consequent.maths.precision import in_full_precision
+from consequent.options.arguments import refusing_unknown
+from consequent.options.loss_divisor import LossDivisor, named, sum_over_ranks
 from consequent.options.parameter_groups import Groups, damping_in
-from consequent.options.selection import Patterns, listed, select_layers
-from consequent.options.settings import LossReduction, Options, check_at, check_loss_reduction, loss_divisor
+from consequent.options.selection import Patterns, listed, readable_name, select_layers
+from consequent.options.settings import LossReduction, check_at, check_loss_reduction, loss_divisor
 from consequent.ranks.exchange import Exchange
 from consequent.ranks.process_group import (
     Ranks,
@@ -35,6 +40,7 @@ from consequent.ranks.process_group import (
 from consequent.ranks.traffic import Traffic
 from consequent.reports.counters import Counters
 from consequent.reports.describe import describe
+from consequent.reports.doubts import doubt_about_samples
 from consequent.reports.guards import check_optimizer, refuse_uncaptured, unwrapped
 from consequent.reports.reports import Reports
 
@@ -49,16 +55,42 @@ STATE_VERSION = 2  # of state dicts
 _LIVE: "weakref.WeakSet[Consequentialism]" = weakref.WeakSet()
 
 
+@refusing_unknown
 def attach(
     optimizer: Optimizer,
     model: nn.Module,
     damping: float | None = None,  # λ in the paper
-    **options: Unpack[Options],
+    *,
+    relative_damping: float | None = None,
+    loss_reduction: LossReduction = "mean",
+    include: Patterns | None = None,
+    exclude: Patterns = (),
+    bound: float | None = BOUND,
+    check: bool = False,
+    foresight: bool = False,
+    process_group: "ProcessGroup | None" = None,
+    across_ranks: bool = True,
+    at: str = "step",
 ) -> "Consequentialism":
     """Turn an optimiser into its consequentialist version: SGD into C-SGD, Adam into C-Adam.
 
     From now on ``optimizer.step()`` first replaces the gradient ``ΔZ Xᵀ`` of every Linear and convolutional layer by
-    ``ΔZ (XᵀX + λI)⁻¹ Xᵀ``. The arguments are those of :class:`Consequentialism`.
+    ``ΔZ (XᵀX + λI)⁻¹ Xᵀ``. :class:`Consequentialism` says more of the arguments.
+
+    Args:
+        optimizer: any first-order optimiser of torch's kind.
+        model: the model whose parameters it holds.
+        damping: λ itself, added to the diagonal of the Gram matrix.
+        relative_damping: or λ as a fraction of the inputs' mean eigenvalue at full rank.
+        loss_reduction: how the loss sums up over samples.
+        include: which layers to correct.
+        exclude: which to leave out.
+        bound: by what fraction of their size a step may change a layer's outputs; None: by any.
+        check: raise on NaN, inf or a failed factorisation.
+        foresight: keep what :meth:`Consequentialism.foresight` needs.
+        process_group: the ranks that train this model together.
+        across_ranks: False: each rank corrects with its own inputs only.
+        at: ``"step"`` or ``"backward"``: when gradients are replaced.
 
     Example:
         >>> import torch, consequent
@@ -73,7 +105,20 @@ def attach(
         >>> correction.detach()  # and it is plain SGD again
     """
     check_optimizer(optimizer)
-    correction = Consequentialism(model, damping, **options)
+    correction = Consequentialism(
+        model,
+        damping,
+        relative_damping=relative_damping,
+        loss_reduction=loss_reduction,
+        include=include,
+        exclude=exclude,
+        bound=bound,
+        check=check,
+        foresight=foresight,
+        process_group=process_group,
+        across_ranks=across_ranks,
+        at=at,
+    )
     try:
         correction.attach(optimizer)
     except BaseException:
@@ -93,12 +138,21 @@ class Consequentialism:
             eigenvalue of the inputs at full rank, whatever their size and number. Without either it is
             :data:`consequent.maths.damping.DEFAULT`.
         loss_reduction: how the loss sums up over samples, so that the learning rate keeps the paper's meaning:
-            ``"mean"`` (over the samples that enter the model), ``"sum"``, or the loss's own divisor: a number, or a
-            function of the number of samples (``lambda samples: samples * outputs / 2`` for the default ``F.mse_loss``,
-            which has no ½).
+            ``"mean"`` (over the samples that enter the model) or ``"sum"``. A loss module of torch that you call after
+            the model (``criterion = nn.CrossEntropyLoss()``): what its calls divide by, ignored targets and class
+            weights seen; on a GPU the step waits for that count. ``"mse"``: half of the elements of the model's
+            outputs, for the default ``F.mse_loss``, which has no ½. ``"tokens"``: all positions of outputs
+            ``[…, classes]``. A loss function of torch, as it divides the model's outputs by default. Or the loss's own
+            divisor: a number, or a function of the number of samples. Where the first step finds ``"mean"``
+            implausible, it warns.
         include: which layers to correct: module types, names or compiled regular expressions. None: all that can be,
             embeddings aside.
         exclude: which to leave out, likewise.
+        bound: by what fraction of their size one step may change a layer's outputs on its own mini-batch, so that too
+            high a learning rate ends in a slow run and not in NaN. For SGD with and without momentum, whose steps are
+            proportional to the gradient, with ``at="step"``, and where more than one layer is corrected; Adam and its
+            like bound their steps themselves. What it shortens is counted (``counters.bounded``). None: no bound, as in
+            the paper.
         check: raise on NaN, inf or a failed factorisation instead of counting it. On a GPU this waits for the device.
         foresight: keep what :meth:`foresight` needs. Costs memory and time.
         process_group: the ranks that train this model together, whose inputs are all taken into account. None: those
@@ -112,6 +166,7 @@ class Consequentialism:
             its own inputs, and costs less.
     """
 
+    @refusing_unknown
     def __init__(
         self,
         model: nn.Module,
@@ -121,6 +176,7 @@ class Consequentialism:
         loss_reduction: LossReduction = "mean",
         include: Patterns | None = None,
         exclude: Patterns = (),
+        bound: float | None = BOUND,
         check: bool = False,
         foresight: bool = False,
         process_group: "ProcessGroup | None" = None,
@@ -134,6 +190,8 @@ class Consequentialism:
             )
         default = Damping.chosen(damping, relative_damping) or DEFAULT
         check_loss_reduction(loss_reduction)
+        if bound is not None:
+            check_positive("bound", bound, "0.2 is usual, None is no bound")
         if process_group is not None:
             check_process_group(process_group)
             if at == "backward":
@@ -146,14 +204,14 @@ class Consequentialism:
         self.model = model
         self.across_ranks = across_ranks
         self.at = at
-        self.loss_reduction = loss_reduction
         self.include = None if include is None else listed(include, "include")
         self.exclude = listed(exclude, "exclude")
         self.keeps_foresight = foresight
         self._groups = Groups(model, default)
         self._hooks: list[RemovableHandle] = []
-        self._reports = Reports(check=check)
+        self._reports = Reports(check=check, numbers=self._numbers_of_step)
         self._withheld: list[tuple[Tensor, Tensor]] = []  # gradients kept from the optimiser while it steps
+        self._has_doubted = False  # whether N was looked at, which is done once
         self._skip_next = False  # the gradients now in .grad hold NaN or inf
         self._foresight: Foresight | None = None
         self._inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
@@ -170,9 +228,11 @@ class Consequentialism:
             listener=corrector,
             before_entry=self._before_entry,
         )
-        if isinstance(corrector, BackwardCorrector):
-            corrector.entries = self._capture.entries
-        self._rewriter = Rewriter(self._capture, self._at_step, self._groups, self._reports, foresight=foresight)
+        self._capture.entries.looks_at_tokens = loss_reduction == "mean"
+        self._loss = LossDivisor(loss_reduction, self._capture.entries)
+        self._rewriter = Rewriter(
+            self._capture, self._at_step, self._groups, self._reports, foresight=foresight, bound=bound
+        )
         if process_group is not None:
             self._share_out(process_group)
         _LIVE.add(self)
@@ -205,7 +265,7 @@ class Consequentialism:
         if not any(parameter.requires_grad for parameter in mine):
             self._reports.all_frozen(type(optimizer).__name__)
         self._capture.notice_parameters(self._capture.layers)
-        self._groups.take(optimizer, when_gone=self._capture.remove)  # its hooks on the model go with it
+        self._groups.take(optimizer, when_gone=self._stop_watching)  # its hooks on the model go with it
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -228,8 +288,12 @@ class Consequentialism:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._groups.take(None, when_gone=self._capture.remove)
+        self._groups.take(None, when_gone=self._stop_watching)
+        self._stop_watching()
+
+    def _stop_watching(self) -> None:
         self._capture.remove()
+        self._loss.remove()
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 
@@ -312,17 +376,60 @@ class Consequentialism:
         """Rewrite the gradients. False if the step must not be taken; then nothing was rewritten."""
         self._skip_next = False
         self._warn_of_ranks_left_out()
-        return self._rewriter.rewrite(self.loss_reduction)
+        passes = self._at_step.passes()
+        self._doubt_samples(passes)
+        if not self._loss.is_seen:
+            return self._rewriter.rewrite(self.loss_reduction)
+        return self._rewriter.rewrite(lambda samples: self._divisor_on_all_ranks(passes))
+
+    def _divisor_on_all_ranks(self, passes: list[set[Entry]]) -> float:
+        """What was seen of the loss, on all ranks together, who ask this together."""
+        failure: Exception | None = None
+        divisor = math.nan
+        try:
+            divisor = self._loss.seen(passes)
+        except (RuntimeError, ValueError) as error:
+            failure = error  # first tell the others, who would wait
+        if self._rewriter.exchange is not None:
+            divisor = sum_over_ranks(divisor, self._rewriter.exchange.ranks.gather_numbers)
+        if failure is not None:
+            raise failure
+        if math.isnan(divisor):
+            raise RuntimeError("on another rank, what the loss was divided by is not known; the error there says why")
+        return divisor or 1.0  # no target counts: the gradient is zero
+
+    def _numbers_of_step(self) -> str:
+        """What a message says of the present step: learning rates, λ, N, the loss's divisor."""
+        rates = {float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group} if self.optimizer else ()
+        words = [f"lr {' and '.join(f'{rate:g}' for rate in rates)}"] if rates else []
+        words += map(str, self._groups.dampings())
+        words += [f"N = {self.samples}", f"loss divided by {self._rewriter.divisor:g}"] if self.samples else []
+        return "".join(f", {word}" for word in words)
 
     def _other_captures(self) -> list[StepCorrector]:
         return [correction._at_step for correction in _LIVE if correction is not self]
 
     # ---- in the backward pass ---------------------------------------------------------------------------------------
 
-    def _divisor_of_pass(self, samples: int) -> float:
-        self._rewriter.samples, self._rewriter.divisor = samples, loss_divisor(self.loss_reduction, samples)
+    def _divisor_of_pass(self, entries: set[Entry]) -> float:
+        samples = self._capture.entries.count([entries])
+        self._doubt_samples([entries])
+        if self._loss.is_seen:
+            divisor = self._loss.seen([entries]) or 1.0  # no target counts: the gradient is zero
+        else:
+            divisor = loss_divisor(self.loss_reduction, samples)
+        self._rewriter.samples, self._rewriter.divisor = samples, divisor
         self._reports.add_step(self._rewriter.device)
-        return self._rewriter.divisor
+        return divisor
+
+    def _doubt_samples(self, passes: list[set[Entry]]) -> None:
+        """At the first step: tell of an N that can hardly be what the loss was averaged over."""
+        if self._has_doubted:
+            return
+        self._has_doubted = True
+        self._capture.entries.looks_at_tokens = False
+        if self.loss_reduction == "mean":
+            self._reports.samples_in_doubt(doubt_about_samples(passes, self._inner))
 
     def _corrected_in_backward(self, gathered: Gathered, damping: Damping, scale: float) -> dict[Tensor, Tensor]:
         corrected = corrected_in_backward(gathered, damping, scale, check=self.check)
@@ -370,8 +477,7 @@ class Consequentialism:
         )
 
     def _agreed_settings(self) -> dict[str, str]:
-        reduction = "a function" if callable(self.loss_reduction) else repr(self.loss_reduction)
-        return {"loss_reduction": reduction, "check": str(self.check)}
+        return {"loss_reduction": repr(named(self.loss_reduction)), "check": str(self.check)}
 
     def _warn_of_ranks_left_out(self) -> None:
         if self.across_ranks and self._rewriter.exchange is None and several_are_running():
@@ -419,6 +525,17 @@ class Consequentialism:
         self._groups.change_default(Damping(float(relative_damping), relative=True))
 
     @property
+    def bound(self) -> float | None:
+        """β: by what fraction of their size one step may change a layer's outputs. May be set."""
+        return self._rewriter.bound
+
+    @bound.setter
+    def bound(self, bound: float | None) -> None:
+        if bound is not None:
+            check_positive("bound", bound, "0.2 is usual, None is no bound")
+        self._rewriter.bound = bound
+
+    @property
     def check(self) -> bool:
         """Whether NaN, inf and failed factorisations raise. May be set."""
         return self._reports.check
@@ -426,6 +543,17 @@ class Consequentialism:
     @check.setter
     def check(self, check: bool) -> None:
         self._reports.check = check
+
+    @property
+    def loss_reduction(self) -> LossReduction:
+        """How the loss sums up over samples. May be set."""
+        return self._loss.reduction
+
+    @loss_reduction.setter
+    def loss_reduction(self, loss_reduction: LossReduction) -> None:
+        check_loss_reduction(loss_reduction)
+        self._loss.remove()
+        self._loss = LossDivisor(loss_reduction, self._capture.entries)
 
     def _layer_parameters(self) -> set[Tensor]:
         found = [p for layer in self._capture.layers.values() for p in self._capture.parameters_of(layer)]
@@ -465,6 +593,16 @@ class Consequentialism:
         """What happened so far. On a GPU, reading it waits for the device."""
         return self._reports.read()
 
+    def _replaced(self) -> dict[str, str]:
+        """Layers that took the place of others since the optimiser was attached, which does not hold them."""
+        reason = (
+            "replaced after attaching: add its parameters to the optimiser (add_param_group), or detach() and attach "
+            "anew with an optimiser that has them"
+        )
+        present = {readable_name(name): module for name, module in self._inner.named_modules()}
+        known = self._capture.layers
+        return {name: reason for name, layer in known.items() if name in present and present[name] is not layer}
+
     @property
     def corrected(self) -> dict[str, nn.Module]:
         """The layers that are corrected, by name."""
@@ -474,7 +612,7 @@ class Consequentialism:
     @property
     def plain(self) -> dict[str, str]:
         """The modules that keep their plain gradient, by name, and why."""
-        reasons = dict(self._plain)
+        reasons = self._plain | self._replaced()
         for name, layer in self._capture.layers.items():
             parameters = [p for p in self._capture.parameters_of(layer) if p is not None]
             if layer in self._capture.misbehaving:
@@ -488,7 +626,7 @@ class Consequentialism:
         return reasons
 
     def __repr__(self) -> str:
-        return describe(self, self._groups, self._rewriter.sides, self._rewriter.divisor)
+        return describe(self, self._groups, self._rewriter.sides, self._rewriter.divisor, self._loss.source)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copied or pickled model has no correction: attach to the copy
@@ -512,7 +650,6 @@ class Consequentialism:
         damping = _damping_of_state(state)  # raises before anything is changed
         counters = Counters(**state["counters"])
         if state["loss_reduction"] is not None:
-            check_loss_reduction(state["loss_reduction"])
             self.loss_reduction = state["loss_reduction"]
         self._groups.change_default(damping)
         self._reports.restore(counters)

@@ -1,17 +1,24 @@
 """Ready-made consequentialist optimisers: the torch optimisers, built from a model instead of its parameters."""
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from consequent.correction import Consequentialism
+from consequent.maths.bound import DEFAULT as BOUND
 from consequent.maths.damping import DEFAULT, Damping
-from consequent.options.settings import Options
+from consequent.options.arguments import refusing_unknown
+from consequent.options.selection import Patterns
+from consequent.options.settings import LossReduction, Options
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["CSGD", "CAdam", "CAdamW", "CRMSprop"]
 
+Betas = tuple[float | Tensor, float | Tensor]
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
@@ -28,19 +35,27 @@ class _Consequentialist(Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        params: Params | None = None,
-        *,
-        damping: float | None = None,
-        **options: Any,
+        params: Params | None,
+        damping: float | None,
+        options: Options,
+        torchs: dict[str, Any],
     ) -> None:
+        """Make the torch optimiser, and correct its gradients.
+
+        Args:
+            model: the model.
+            params: what to optimise; None is all of its parameters.
+            damping: λ.
+            options: our further arguments.
+            torchs: those of the torch optimiser.
+        """
         self._damping = damping
-        own = {name: options.pop(name) for name in Options.__annotations__ if name in options}
-        self._options = cast(Options, own)
+        self._options = options
         if isinstance(params, int | float):
             raise TypeError(f"{type(self).__name__}(model, {params}): the learning rate is a keyword, lr={params}")
         correction = Consequentialism(model, damping, **self._options)  # checks its arguments first
         try:
-            super().__init__(model.parameters() if params is None else params, **options)
+            super().__init__(model.parameters() if params is None else params, **torchs)
             correction.attach(self)
         except BaseException:
             correction.detach()
@@ -98,9 +113,26 @@ class CSGD(_Consequentialist, SGD):
             layer a tenth of the learning rate: ``[{"params": body}, {"params": head, "lr": 0.01}]``.
         lr: μ, with the paper's meaning (see ``loss_reduction``): 1 would land a single linear layer on its targets.
             With momentum m, dense networks want about (1 − m) times the rate they want without.
-        damping: λ, and all further arguments of :class:`consequent.Consequentialism`. (torch's ``dampening`` is
-            something else: it belongs to momentum.)
-        options: all further options of :class:`torch.optim.SGD`.
+        momentum: m, of the velocity.
+        dampening: of momentum, in torch's sense; has nothing to do with ``damping``.
+        weight_decay: added to the corrected gradient, times the weight: decoupled from the correction.
+        nesterov: look ahead: C-Nesterov.
+        maximize: go up the gradient instead of down.
+        foreach: torch's choice of implementation: all parameters together.
+        differentiable: autograd may go through the step.
+        fused: torch's choice of implementation: one kernel.
+        damping: λ itself, added to the diagonal of the Gram matrix.
+        relative_damping: or λ as a fraction of the inputs' mean eigenvalue at full rank. This and all further arguments
+            are those of :class:`consequent.Consequentialism`, which says more of them.
+        loss_reduction: how the loss sums up over samples.
+        include: which layers to correct.
+        exclude: which to leave out.
+        bound: by what fraction of their size a step may change a layer's outputs; None: by any.
+        check: raise on NaN, inf or a failed factorisation.
+        foresight: keep what ``optimizer.correction.foresight()`` needs.
+        process_group: the ranks that train this model together.
+        across_ranks: False: each rank corrects with its own inputs only.
+        at: ``"step"`` or ``"backward"``: when gradients are replaced.
 
     Example:
         >>> import torch, consequent
@@ -112,19 +144,328 @@ class CSGD(_Consequentialist, SGD):
         ['']
     """
 
+    @refusing_unknown
     def __init__(
-        self, model: nn.Module, params: Params | None = None, *, lr: float | Tensor = 0.1, **options: Any
+        self,
+        model: nn.Module,
+        params: Params | None = None,
+        *,
+        lr: float | Tensor = 0.1,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        damping: float | None = None,  # λ in the paper
+        relative_damping: float | None = None,
+        loss_reduction: LossReduction = "mean",
+        include: Patterns | None = None,
+        exclude: Patterns = (),
+        bound: float | None = BOUND,
+        check: bool = False,
+        foresight: bool = False,
+        process_group: "ProcessGroup | None" = None,
+        across_ranks: bool = True,
+        at: str = "step",
     ) -> None:
-        super().__init__(model, params, lr=lr, **options)
+        super().__init__(
+            model,
+            params,
+            damping,
+            Options(
+                relative_damping=relative_damping,
+                loss_reduction=loss_reduction,
+                include=include,
+                exclude=exclude,
+                bound=bound,
+                check=check,
+                foresight=foresight,
+                process_group=process_group,
+                across_ranks=across_ranks,
+                at=at,
+            ),
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "dampening": dampening,
+                "weight_decay": weight_decay,
+                "nesterov": nesterov,
+                "maximize": maximize,
+                "foreach": foreach,
+                "differentiable": differentiable,
+                "fused": fused,
+            },
+        )
 
 
 class CAdam(_Consequentialist, Adam):
-    """C-Adam: :class:`torch.optim.Adam` fed with consequentialist gradients. Arguments as for :class:`CSGD`."""
+    """C-Adam: :class:`torch.optim.Adam` fed with consequentialist gradients.
+
+    Args:
+        model: the model; the layers' inputs are watched, so its parameters alone would not do.
+        params: parameters or parameter groups, as in torch; None is all of the model's.
+        lr: the learning rate.
+        betas: how slowly the averages of the gradient and of its square forget.
+        eps: added to the denominator.
+        weight_decay: added to the corrected gradient, times the weight.
+        amsgrad: divide by the largest second moment so far.
+        foreach: torch's choice of implementation: all parameters together.
+        maximize: go up the gradient instead of down.
+        capturable: the step may be captured in a CUDA graph.
+        differentiable: autograd may go through the step.
+        fused: torch's choice of implementation: one kernel.
+        decoupled_weight_decay: as in AdamW.
+        damping: λ itself, added to the diagonal of the Gram matrix.
+        relative_damping: or λ as a fraction of the inputs' mean eigenvalue at full rank. This and all further arguments
+            are those of :class:`consequent.Consequentialism`, which says more of them.
+        loss_reduction: how the loss sums up over samples.
+        include: which layers to correct.
+        exclude: which to leave out.
+        bound: by what fraction of their size a step may change a layer's outputs; None: by any.
+        check: raise on NaN, inf or a failed factorisation.
+        foresight: keep what ``optimizer.correction.foresight()`` needs.
+        process_group: the ranks that train this model together.
+        across_ranks: False: each rank corrects with its own inputs only.
+        at: ``"step"`` or ``"backward"``: when gradients are replaced.
+    """
+
+    @refusing_unknown
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Params | None = None,
+        *,
+        lr: float | Tensor = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        damping: float | None = None,  # λ in the paper
+        relative_damping: float | None = None,
+        loss_reduction: LossReduction = "mean",
+        include: Patterns | None = None,
+        exclude: Patterns = (),
+        bound: float | None = BOUND,
+        check: bool = False,
+        foresight: bool = False,
+        process_group: "ProcessGroup | None" = None,
+        across_ranks: bool = True,
+        at: str = "step",
+    ) -> None:
+        super().__init__(
+            model,
+            params,
+            damping,
+            Options(
+                relative_damping=relative_damping,
+                loss_reduction=loss_reduction,
+                include=include,
+                exclude=exclude,
+                bound=bound,
+                check=check,
+                foresight=foresight,
+                process_group=process_group,
+                across_ranks=across_ranks,
+                at=at,
+            ),
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "amsgrad": amsgrad,
+                "foreach": foreach,
+                "maximize": maximize,
+                "capturable": capturable,
+                "differentiable": differentiable,
+                "fused": fused,
+                "decoupled_weight_decay": decoupled_weight_decay,
+            },
+        )
 
 
 class CAdamW(_Consequentialist, AdamW):
-    """C-AdamW: :class:`torch.optim.AdamW` fed with consequentialist gradients. Arguments as for :class:`CSGD`."""
+    """C-AdamW: :class:`torch.optim.AdamW` fed with consequentialist gradients.
+
+    Args:
+        model: the model; the layers' inputs are watched, so its parameters alone would not do.
+        params: parameters or parameter groups, as in torch; None is all of the model's.
+        lr: the learning rate.
+        betas: how slowly the averages of the gradient and of its square forget.
+        eps: added to the denominator.
+        weight_decay: the weight shrinks by it, times lr, in every step.
+        amsgrad: divide by the largest second moment so far.
+        maximize: go up the gradient instead of down.
+        foreach: torch's choice of implementation: all parameters together.
+        capturable: the step may be captured in a CUDA graph.
+        differentiable: autograd may go through the step.
+        fused: torch's choice of implementation: one kernel.
+        damping: λ itself, added to the diagonal of the Gram matrix.
+        relative_damping: or λ as a fraction of the inputs' mean eigenvalue at full rank. This and all further arguments
+            are those of :class:`consequent.Consequentialism`, which says more of them.
+        loss_reduction: how the loss sums up over samples.
+        include: which layers to correct.
+        exclude: which to leave out.
+        bound: by what fraction of their size a step may change a layer's outputs; None: by any.
+        check: raise on NaN, inf or a failed factorisation.
+        foresight: keep what ``optimizer.correction.foresight()`` needs.
+        process_group: the ranks that train this model together.
+        across_ranks: False: each rank corrects with its own inputs only.
+        at: ``"step"`` or ``"backward"``: when gradients are replaced.
+    """
+
+    @refusing_unknown
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Params | None = None,
+        *,
+        lr: float | Tensor = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        damping: float | None = None,  # λ in the paper
+        relative_damping: float | None = None,
+        loss_reduction: LossReduction = "mean",
+        include: Patterns | None = None,
+        exclude: Patterns = (),
+        bound: float | None = BOUND,
+        check: bool = False,
+        foresight: bool = False,
+        process_group: "ProcessGroup | None" = None,
+        across_ranks: bool = True,
+        at: str = "step",
+    ) -> None:
+        super().__init__(
+            model,
+            params,
+            damping,
+            Options(
+                relative_damping=relative_damping,
+                loss_reduction=loss_reduction,
+                include=include,
+                exclude=exclude,
+                bound=bound,
+                check=check,
+                foresight=foresight,
+                process_group=process_group,
+                across_ranks=across_ranks,
+                at=at,
+            ),
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "amsgrad": amsgrad,
+                "maximize": maximize,
+                "foreach": foreach,
+                "capturable": capturable,
+                "differentiable": differentiable,
+                "fused": fused,
+            },
+        )
 
 
 class CRMSprop(_Consequentialist, RMSprop):
-    """C-RMSProp: :class:`torch.optim.RMSprop` fed with consequentialist gradients. Arguments as for :class:`CSGD`."""
+    """C-RMSProp: :class:`torch.optim.RMSprop` fed with consequentialist gradients.
+
+    Args:
+        model: the model; the layers' inputs are watched, so its parameters alone would not do.
+        params: parameters or parameter groups, as in torch; None is all of the model's.
+        lr: the learning rate.
+        alpha: how slowly the average of the squared gradient forgets.
+        eps: added to the denominator.
+        weight_decay: added to the corrected gradient, times the weight.
+        momentum: m, of the velocity.
+        centered: divide by the standard deviation instead of the root mean square.
+        capturable: the step may be captured in a CUDA graph.
+        foreach: torch's choice of implementation: all parameters together.
+        maximize: go up the gradient instead of down.
+        differentiable: autograd may go through the step.
+        damping: λ itself, added to the diagonal of the Gram matrix.
+        relative_damping: or λ as a fraction of the inputs' mean eigenvalue at full rank. This and all further arguments
+            are those of :class:`consequent.Consequentialism`, which says more of them.
+        loss_reduction: how the loss sums up over samples.
+        include: which layers to correct.
+        exclude: which to leave out.
+        bound: by what fraction of their size a step may change a layer's outputs; None: by any.
+        check: raise on NaN, inf or a failed factorisation.
+        foresight: keep what ``optimizer.correction.foresight()`` needs.
+        process_group: the ranks that train this model together.
+        across_ranks: False: each rank corrects with its own inputs only.
+        at: ``"step"`` or ``"backward"``: when gradients are replaced.
+    """
+
+    @refusing_unknown
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Params | None = None,
+        *,
+        lr: float | Tensor = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum: float = 0,
+        centered: bool = False,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        damping: float | None = None,  # λ in the paper
+        relative_damping: float | None = None,
+        loss_reduction: LossReduction = "mean",
+        include: Patterns | None = None,
+        exclude: Patterns = (),
+        bound: float | None = BOUND,
+        check: bool = False,
+        foresight: bool = False,
+        process_group: "ProcessGroup | None" = None,
+        across_ranks: bool = True,
+        at: str = "step",
+    ) -> None:
+        super().__init__(
+            model,
+            params,
+            damping,
+            Options(
+                relative_damping=relative_damping,
+                loss_reduction=loss_reduction,
+                include=include,
+                exclude=exclude,
+                bound=bound,
+                check=check,
+                foresight=foresight,
+                process_group=process_group,
+                across_ranks=across_ranks,
+                at=at,
+            ),
+            {
+                "lr": lr,
+                "alpha": alpha,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "centered": centered,
+                "capturable": capturable,
+                "foreach": foreach,
+                "maximize": maximize,
+                "differentiable": differentiable,
+            },
+        )

@@ -6,6 +6,7 @@ learner settles on a state, whether it comes from a checkpoint or was just writt
 anew and takes two steps that change nothing. Both then know the same.
 """
 
+import contextlib
 import hashlib
 import warnings
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from torch.optim import SGD, Adam, Optimizer, RMSprop
 import consequent
 from consequent import Consequentialism
 from consequent.reports.counters import Counters
+from consequent.reports.errors import StandstillError
 from consequent_lab.crew import Crew
 from consequent_lab.datasets import Dataset, prepared
 from consequent_lab.graphs import GraphedStep
@@ -179,7 +181,8 @@ class Learner:
     def _eager_step(self, indices: Tensor) -> None:
         self.optimizer.zero_grad()
         self._loss(self._trained, indices if self._crew is None else self._crew.share(indices)).backward()
-        self.optimizer.step()
+        with contextlib.suppress(StandstillError):  # the next reading sees it, and ends the run
+            self.optimizer.step()
 
     def _loss(self, model: nn.Module, indices: Tensor) -> Tensor:
         inputs, labels = self.train_samples.take(indices)

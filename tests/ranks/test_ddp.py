@@ -142,6 +142,33 @@ def test_a_loss_that_is_summed(two, kind):
         assert_close(grads, expected, 1e-9)
 
 
+def ignored_targets(uncalled_on=None):
+    """Each rank has targets of its own that do not count."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)).double()
+    criterion = torch.nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    correction = consequent.attach(optimizer, DDP(model), damping=DAMPING, loss_reduction=criterion)
+    targets = torch.tensor([0, 2, 1, 1]) if dist.get_rank() == 0 else torch.tensor([1, -100, 2, -100])
+    used = torch.nn.CrossEntropyLoss() if dist.get_rank() == uncalled_on else criterion
+    used(correction.model(torch.randn(4, 6).double()), targets).backward()
+    optimizer.step()
+    return correction._rewriter.divisor, correction.samples, gradients(model)
+
+
+def test_what_was_seen_of_the_loss_adds_up(two):
+    (first, samples, grads), (second, _, others) = two.run(ignored_targets)
+    assert first == second == 4 + 2
+    assert samples == 8
+    assert_close(grads, others, 1e-12)
+
+
+def test_a_criterion_that_one_rank_does_not_call(two):
+    one, other = two.errors(ignored_targets, 1)
+    assert "on another rank, what the loss was divided by is not known" in one
+    assert "CrossEntropyLoss() was not called" in other
+
+
 def clipped(kind, how):
     model, x, t = build_for(kind, 4, torch.float64)
     ddp = DDP(model)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from consequent.capture.samples import Entries
 from consequent.capture.torch_internals import backward_pass_id, version_of, will_run
+from consequent.capture.uncompiled import leave_uncompiled
 from consequent.capture.use import Entry, Use
 from consequent.maths.damping import Damping
 
@@ -106,13 +106,15 @@ class _GateFunction(torch.autograd.Function):
         return aliases if len(aliases) > 1 else aliases[0]
 
     @staticmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         gate: Gate = ctx.gate
         gathered = gate.gather(grads)
         corrector = gate.corrector
         new = {} if corrector is None else corrector.solve(gate, gathered)
         return (None, *(new.get(parameter) for parameter in gate.held))
+
+
+leave_uncompiled(__name__, "backward", of_class="_GateFunction")
 
 
 Solve = Callable[[Gathered, Damping, float], dict[Tensor, Tensor]]
@@ -123,16 +125,15 @@ class BackwardCorrector:
 
     Args:
         damping_of: λ for a parameter.
-        divisor_for: what a loss of so many samples is divided by.
+        divisor_for: what the loss of a pass is divided by, from the entries that take part in it.
         solve: from what was gathered, λ and that divisor to the new gradients.
     """
 
     replaces_gradients = True
 
     def __init__(
-        self, damping_of: Callable[[Tensor], Damping], divisor_for: Callable[[int], float], solve: Solve
+        self, damping_of: Callable[[Tensor], Damping], divisor_for: Callable[[set[Entry]], float], solve: Solve
     ) -> None:
-        self.entries: Entries | None = None  # of the model
         self._damping_of = damping_of
         self._divisor_for = divisor_for
         self._solve = solve
@@ -205,10 +206,9 @@ class BackwardCorrector:
         """What the running pass's loss was divided by; the same for all layers."""
         now = backward_pass_id()
         if now not in self._divisors:
-            assert self.entries is not None
             taking_part = {entry for entry in self._open if _takes_part(entry)} | self._reached.get(now, set())
             _last(self._divisors)
-            self._divisors[now] = self._divisor_for(self.entries.count([taking_part]))
+            self._divisors[now] = self._divisor_for(taking_part)
         return self._divisors[now]
 
     # ---- between passes ---------------------------------------------------------------------------------------------

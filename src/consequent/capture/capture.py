@@ -13,6 +13,7 @@ from consequent.capture.layer_parameters import LayerParameters
 from consequent.capture.product import Listener
 from consequent.capture.samples import Entries
 from consequent.capture.torch_internals import backward_pass_id, running_node
+from consequent.capture.uncompiled import mark_uncompiled_functions
 from consequent.capture.use import Use
 from consequent.capture.watched import unwatch, watch
 from consequent.engines.gpu.streams import event_in_graph
@@ -57,6 +58,7 @@ class Capture:
         listener: Corrector,
         before_entry: Callable[[], None],
     ) -> None:
+        mark_uncompiled_functions()
         self.model = model
         self.wants = wants
         self.listener = listener

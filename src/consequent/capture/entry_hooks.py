@@ -6,14 +6,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from consequent.capture.uncompiled import leave_uncompiled
 
-def _call(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+
+def _call_uncompiled(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Keep torch.compile out of a hook: it breaks the graph here and goes on behind it."""
     function(*args)
 
 
-# Keeps torch.compile out of a hook: it breaks the graph there and goes on behind it.
-_call_uncompiled = torch.compiler.disable(
-    _call, reason="consequent counts the samples that enter this module: compile without fullgraph=True"
+leave_uncompiled(
+    __name__,
+    "_call_uncompiled",
+    reason="consequent counts the samples that enter this module: compile without fullgraph=True; before "
+    "torch.export call correction.detach()",
 )
 
 
@@ -46,8 +51,13 @@ class EntryHook:
 
     def __call__(self, *args: Any) -> None:
         """Pass the call on."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             _call_uncompiled(self.function, args)
+        elif torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+            raise RuntimeError(
+                "consequent watches this model, and what it sees cannot be exported or traced: call "
+                "correction.detach() first, and attach again after"
+            )
         else:
             self.function(*args)
 

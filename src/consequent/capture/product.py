@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from consequent.capture.torch_internals import is_returned, will_run
+from consequent.capture.uncompiled import leave_uncompiled
 from consequent.capture.use import Use
 from consequent.layers import Operation
 
@@ -150,7 +151,10 @@ class Product(torch.autograd.Function):
 class UncompiledProduct(Product):
     """The same for layers that are called from compiled code, where the backward pass may be compiled, too."""
 
-    backward = staticmethod(torch.compiler.disable(Product.backward))
+    backward = staticmethod(Product.backward)
+
+
+leave_uncompiled(__name__, "backward", of_class="UncompiledProduct")
 
 
 class Transpose(torch.autograd.Function):

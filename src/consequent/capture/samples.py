@@ -3,13 +3,14 @@
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from consequent.capture.torch_internals import backward_pass_id, transforms_are_active
+from consequent.capture.torch_internals import backward_pass_id, graph_is_being_captured, transforms_are_active
 from consequent.capture.use import Entry
 
 # Calls without a graph that may still be recomputed; a model that never is must not gather them.
@@ -29,6 +30,8 @@ class Entries:
         self._before_entry = before_entry
         self._open: list[tuple[nn.Module, Entry | None]] = []
         self._without_graph: dict[nn.Module, deque[Entry]] = {}
+        self.latest: Entry | None = None  # that builds a graph
+        self.looks_at_tokens = False  # whether to see if the loss is a mean over tokens
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module that contains layers is called."""
@@ -38,13 +41,21 @@ class Entries:
         if not self._open:
             self._before_entry()
             tensor = first_tensor((args, kwargs))
-            entry = None if tensor is None else Entry(module, tensor.size(0), tensor.numel(), address_of(tensor))
+            entry = None if tensor is None else _entry_of(module, tensor)
+            if entry is not None and entry.builds_graph:
+                self.latest = entry
         self._open.append((module, entry))
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """The call is over."""
         while self._open:
-            if self._open.pop()[0] is module:
+            left, entry = self._open.pop()
+            if left is module:
+                outputs = None if entry is None else outputs_in(output)
+                if entry is not None and outputs is not None:
+                    entry.output_shape = _shape(outputs)
+                    if self.looks_at_tokens and _are_logits_of_tokens(entry) and outputs.requires_grad:
+                        outputs.register_hook(partial(_look_at_logits, entry))
                 break
 
     def entry_for(self, layer: nn.Module, inputs: Tensor, samples: int, *, is_batched: bool) -> Entry:
@@ -60,7 +71,8 @@ class Entries:
         if entry is None:
             if not self._open:
                 self._before_entry()
-            return Entry(layer, samples, inputs.numel())
+            self.latest = Entry(layer, samples, inputs.numel())
+            return self.latest
         if not is_batched and inputs.numel() == entry.elements and _is_data(inputs, entry):
             entry.samples = 1  # one sample without a leading dimension entered the model
         return entry
@@ -91,11 +103,15 @@ class Entries:
         network, a part that is called in a loop): the largest counts, and calls of the whole model go before calls of
         parts. Passes that share an entry (``retain_graph``) are one. What is left are micro-batches, and adds up.
         """
-        return sum(self._largest(group) for group in joined(groups))
+        return sum(max(entry.samples for entry in group) for group in self.joined_passes(groups))
 
-    def _largest(self, entries: set[Entry]) -> int:
-        whole = [entry.samples for entry in entries if entry.module is self._model]
-        return max(whole or [entry.samples for entry in entries], default=0)
+    def joined_passes(self, groups: Iterable[Iterable[Entry]]) -> list[set[Entry]]:
+        """The same passes, one for all that share an entry; where the whole model was called, without calls of parts.
+
+        Args:
+            groups: for each backward pass the entries that took part in it.
+        """
+        return [{e for e in group if e.module is self._model} or group for group in joined(groups)]
 
 
 def joined(groups: Iterable[Iterable[Entry]]) -> list[set[Entry]]:
@@ -122,6 +138,43 @@ def address_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def _entry_of(module: nn.Module, tensor: Tensor) -> Entry:
+    """The samples that enter a module by this tensor."""
+    return Entry(
+        module,
+        tensor.size(0),
+        tensor.numel(),
+        address_of(tensor),
+        input_shape=_shape(tensor),
+        takes_integers=not tensor.is_floating_point() and not tensor.is_complex(),
+    )
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...] | None:
+    return None if tensor.is_nested else tuple(tensor.shape)
+
+
+def _are_logits_of_tokens(entry: Entry) -> bool:
+    """Whether a model with integers for inputs has a vector for each of them."""
+    inputs, outputs = entry.input_shape, entry.output_shape
+    return entry.takes_integers and inputs is not None and outputs is not None and outputs[:-1] == inputs
+
+
+def _look_at_logits(entry: Entry, grad: Tensor) -> None:
+    """See from the gradient of the logits whether the loss is a cross-entropy, and a mean over more than samples.
+
+    A cross-entropy divided by d gives each of its tokens a row ``(p − y) / d``: it sums up to 0, and its positive part
+    to at most 1 / d, so that the positive parts of all rows of a mean sum up to at most 1.
+    """
+    if grad.is_sparse or graph_is_being_captured() or transforms_are_active():
+        return
+    rows = grad.detach().flatten(0, -2).float()
+    is_of_softmax = rows.sum(-1).abs().max() < 0.01 * rows.abs().max()
+    is_mean = rows.clamp(min=0).sum() < 1.01
+    counts_tokens = (rows != 0).any(-1).sum() > entry.samples
+    entry.has_mean_over_tokens = bool(is_of_softmax & is_mean & counts_tokens)
+
+
 def _is_data(inputs: Tensor, entry: Entry) -> bool:
     """Whether a layer's inputs may be what entered the model, and are not learned: a vector may be just as long."""
     if isinstance(inputs, nn.Parameter):
@@ -139,6 +192,12 @@ def first_tensor(value: Any) -> Tensor | None:
     elif isinstance(value, list | tuple):
         inside = value
     return next((tensor for item in inside if (tensor := first_tensor(item)) is not None), None)
+
+
+def outputs_in(value: Any) -> Tensor | None:
+    """What of a model's outputs goes to the loss: what it calls its logits, or the first tensor."""
+    logits = value.get("logits") if isinstance(value, Mapping) else None
+    return first_tensor(value) if logits is None else first_tensor(logits)
 
 
 def _calls_itself(module: nn.Module) -> bool:

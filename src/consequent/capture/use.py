@@ -2,7 +2,7 @@
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,11 @@ class Entry:
         address: of its memory.
         builds_graph: whether the call builds autograd's graph.
         nodes: weak references to a few of the graph's nodes that came about in it.
+        input_shape: of the first tensor that entered; None where a layer was called by itself or it has none.
+        takes_integers: whether that holds integers, as tokens are.
+        has_mean_over_tokens: whether the gradient of the outputs is that of one, as far as was looked.
+        output_shape: of the first tensor that came out, once it has.
+        loss_divisors: what the calls of a criterion since then divided by, where one is watched.
     """
 
     module: nn.Module
@@ -30,6 +35,11 @@ class Entry:
     address: int = -1
     builds_graph: bool = field(default_factory=torch.is_grad_enabled)
     nodes: "list[weakref.ref[Any]]" = field(default_factory=list)
+    input_shape: tuple[int, ...] | None = None
+    takes_integers: bool = False
+    has_mean_over_tokens: bool = False
+    output_shape: tuple[int, ...] | None = None
+    loss_divisors: list[SupportsFloat] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from consequent.capture.product import Call, Listener, Product, UncompiledProduct
 from consequent.capture.torch_internals import autocast_dtype, transforms_are_active
+from consequent.capture.uncompiled import leave_uncompiled
 from consequent.capture.use import Use
 from consequent.layers import Operation, class_of, kind_of
 from consequent.layers.operation import Canonical
@@ -37,11 +38,13 @@ _USUAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def watch(layer: nn.Module, capture: "Capture") -> None:
     """Let the capture see all calls of the layer from now on."""
+    new = Watch(layer, (capture,))  # now, or later, an optimiser may be collected that watched the layer, too
     known: Watch | None = vars(layer).get(_KEY)
-    captures = () if known is None or known.layer is not layer else known.captures
+    if known is not None and known.layer is layer:
+        new.captures = (*known.captures, capture)
+    vars(layer)[_KEY] = new
     if not any(cls in _WATCHED for cls in type(layer).__mro__):
         layer.__class__ = _watched_class(type(layer))
-    vars(layer)[_KEY] = Watch(layer, (*captures, capture))
 
 
 def unwatch(layer: nn.Module, capture: "Capture") -> None:
@@ -89,12 +92,14 @@ def _watched_class(cls: type[nn.Module]) -> type[nn.Module]:
     return watched
 
 
-def _called(watch: "Watch", plain: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _uncompiled(watch: "Watch", plain: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return watch.called(plain, args, kwargs, UncompiledProduct)
 
 
-_uncompiled = torch.compiler.disable(
-    _called, reason="consequent watches this layer: compile without fullgraph=True, or exclude the layer"
+leave_uncompiled(
+    __name__,
+    "_uncompiled",
+    reason="consequent watches this layer: compile without fullgraph=True, or exclude the layer",
 )
 
 
@@ -191,6 +196,8 @@ class Watch:
             return outputs if output_shape is None else outputs.view(output_shape)
         for listener, use in uses:
             use.rows = operation.rows(outputs)
+            if use.entry.module is self.layer:
+                use.entry.output_shape = tuple(outputs.shape) if output_shape is None else output_shape
             listener.after_product(use, outputs)
         return outputs if output_shape is None else outputs.view(output_shape)
 

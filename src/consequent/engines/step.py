@@ -171,6 +171,8 @@ class Rewriter:
             Work(record, self._damping_of(record), self._may_wait(record.weight), divisor, self._limit(record, divisor))
             for record in records
         ]
+        if len(works) == 1:  # which moves alone, and lands where it should
+            works = [works[0]._replace(limit=None)]
         limits = {work.record: work.limit for work in works}
         solved = []
         for engine in ENGINES[1:] if self._keeps_foresight else ENGINES:  # kernels do not keep what was before

@@ -18,6 +18,13 @@ def check_nonnegative(name: str, value: float, remedy: str) -> None:
         raise ValueError(f"{name} must be finite and ≥ 0, got {value!r}; {remedy}")
 
 
+def check_positive(name: str, value: float, remedy: str) -> None:
+    """Raise unless the value is a finite number > 0; the arguments are as above."""
+    check_nonnegative(name, value, remedy)
+    if value == 0:
+        raise ValueError(f"{name} must be above 0, got {value!r}; {remedy}")
+
+
 def check_damping(damping: float, name: str = "damping", where: str = "") -> None:
     """Raise unless λ is a finite number ≥ 0."""
     usual = "0.1 is usual" if name == "relative_damping" else "the paper uses 0.001 to 0.03"

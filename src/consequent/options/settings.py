@@ -5,12 +5,16 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from torch import nn
+
+from consequent.options.criteria import check_criterion, is_loss_function
 from consequent.options.selection import Patterns
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-LossReduction = str | float | Callable[[int], float]
+# "mean", "sum", "mse", "tokens"; a divisor; a function of N; or a loss of torch, as a function or as a module.
+LossReduction = str | float | Callable[..., Any]
 
 
 class Options(TypedDict, total=False):
@@ -20,6 +24,7 @@ class Options(TypedDict, total=False):
     loss_reduction: LossReduction
     include: Patterns | None
     exclude: Patterns
+    bound: float | None
     check: bool
     foresight: bool
     process_group: "ProcessGroup | None"
@@ -34,18 +39,23 @@ def check_at(at: str) -> None:
 
 
 def check_loss_reduction(loss_reduction: LossReduction) -> None:
-    """Raise unless it is one of the three forms."""
+    """Raise unless it says how a loss sums up over samples."""
     if isinstance(loss_reduction, str):
-        if loss_reduction not in ("mean", "sum"):
+        if loss_reduction not in ("mean", "sum", "mse", "tokens"):
             raise ValueError(
-                f'loss_reduction must be "mean", "sum", a number or a function of the samples, got {loss_reduction!r}'
+                'loss_reduction must be "mean", "sum", "mse", "tokens", a number, a function of the samples or a loss '
+                f"of torch, got {loss_reduction!r}"
             )
+    elif isinstance(loss_reduction, nn.Module):
+        check_criterion(loss_reduction)
+    elif is_loss_function(loss_reduction):
+        pass
     elif not callable(loss_reduction):
         _check_divisor(loss_reduction, "loss_reduction")
     elif not _takes_one_argument(loss_reduction):
         raise TypeError(
             f"loss_reduction must take the number of samples, got {loss_reduction!r}; "
-            "write lambda samples: …, also where it does not matter"
+            "write lambda samples: …, also where it does not matter (of loss functions those of torch are known)"
         )
 
 
@@ -62,7 +72,7 @@ def _takes_one_argument(function: Callable[..., Any]) -> bool:
 
 
 def loss_divisor(loss_reduction: LossReduction, samples: int) -> float:
-    """What the loss was divided by: N for a mean over samples."""
+    """What the loss was divided by, where N is all that it depends on: N itself for a mean over samples."""
     if loss_reduction == "sum":
         return 1.0
     if loss_reduction == "mean":

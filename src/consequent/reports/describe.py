@@ -7,13 +7,21 @@ from typing import TYPE_CHECKING
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from consequent.layers import kind_of
+from consequent.options.loss_divisor import named
 from consequent.options.parameter_groups import Groups
+from consequent.reports.reports import REMEDY
 
 if TYPE_CHECKING:
     from consequent.correction import Consequentialism
 
 
-def describe(correction: "Consequentialism", groups: Groups, sides: Mapping[str, str], divisor: float | None) -> str:
+def describe(
+    correction: "Consequentialism",
+    groups: Groups,
+    sides: Mapping[str, str],
+    divisor: float | None,
+    source: str,
+) -> str:
     """A readable listing.
 
     Args:
@@ -21,8 +29,9 @@ def describe(correction: "Consequentialism", groups: Groups, sides: Mapping[str,
         groups: what its optimiser's parameter groups say.
         sides: for each layer, the side on which it was solved last.
         divisor: what the last step's loss was taken to be divided by; None before the first step.
+        source: where that comes from.
     """
-    reduction = "a function of the samples" if callable(correction.loss_reduction) else correction.loss_reduction
+    reduction = named(correction.loss_reduction)
     optimizer = correction.optimizer
     where = "not attached" if optimizer is None else f"attached to {type(optimizer).__name__}"
     if groups.lost_its_optimizer:
@@ -56,15 +65,21 @@ def describe(correction: "Consequentialism", groups: Groups, sides: Mapping[str,
         lines.append(line(name, f"{layer_type}, {columns} input columns, {side}"))
     lines.append(f"  plain ({len(plain)}):")
     lines += [line(name, reason) for name, reason in plain.items()]
+    if any(getattr(layer, "bias", None) is not None for layer in corrected.values()):
+        lines.append("  input columns: those of the layer's inputs, and one of ones for its bias if it has one")
     norms = sum(isinstance(module, _BatchNorm) for module in correction.model.modules())
     if norms:
         lines.append(
             f"  BatchNorm layers: {norms}; the paper found that they conflict with the correction, try without"
         )
-    counts = ", ".join(f"{name} {count}" for name, count in asdict(correction.counters).items())
+    counters = correction.counters
+    counts = ", ".join(f"{name} {count}" for name, count in asdict(counters).items())
     lines.append(f"  counters: {counts}")
+    if counters.skipped:
+        lines.append(f"  NaN or inf was met in {counters.skipped} steps, which were skipped. {REMEDY}")
     if divisor is not None:
         lines.append(
-            f"  samples at the last step: {correction.samples}; its loss was taken for a sum divided by {divisor:g}"
+            f"  samples at the last step: {correction.samples}; its loss was taken for a sum divided by {divisor:g} "
+            f"({source})"
         )
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-__all__ = ["ConsequentWarning", "LinAlgError", "NonFiniteError"]
+__all__ = ["ConsequentWarning", "LinAlgError", "NonFiniteError", "StandstillError"]
 
 
 class ConsequentWarning(UserWarning):
@@ -11,6 +11,10 @@ class ConsequentWarning(UserWarning):
 
 class NonFiniteError(FloatingPointError):
     """NaN or inf in a layer's inputs or output gradients, raised only with ``check=True``. No weight was changed."""
+
+
+class StandstillError(RuntimeError):
+    """NaN or inf in each of the last hundred steps: all were skipped, and nothing is being trained."""
 
 
 CAPTURED_TOO_EARLY = (

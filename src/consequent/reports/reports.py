@@ -3,17 +3,36 @@
 import contextlib
 import sys
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from consequent.capture.torch_internals import graph_is_being_captured
-from consequent.reports.counters import Tally
-from consequent.reports.errors import ConsequentWarning, LinAlgError, NonFiniteError
+from consequent.reports.counters import Counters, Tally
+from consequent.reports.errors import ConsequentWarning, LinAlgError, NonFiniteError, StandstillError
 from consequent.statistics.solution import Solution
 
 _NOT_THE_USERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__)
+
+
+# Steps in a row on which NaN or inf was met; so many are an error.
+MOST_SKIPPED_IN_A_ROW = 100
+# NaN or inf in one of the first steps is rather a divergence than a bad batch.
+FIRST_STEPS = 1000
+
+REMEDY = (
+    "Lower the learning rate, raise the damping, or check loss_reduction: print(correction) shows what N and the "
+    "loss's divisor were taken for."
+)
+
+
+def _remedy(step: int) -> str:
+    """What to do about NaN or inf at this step."""
+    batch = "Look at this batch and at the loss."
+    return f"{batch} Where training has diverged: {REMEDY[0].lower()}{REMEDY[1:]}" if step <= FIRST_STEPS else batch
 
 
 def shown(name: str) -> str:
@@ -22,13 +41,20 @@ def shown(name: str) -> str:
 
 
 class Reports(Tally):
-    """Counts and warnings; errors instead of some of them where ``check`` asks for it."""
+    """Counts and warnings; errors instead of some of them where ``check`` asks for it.
 
-    def __init__(self, *, check: bool) -> None:
+    Args:
+        check: whether NaN, inf and failed factorisations raise.
+        numbers: in words, the numbers of the present step: learning rate, λ, N.
+    """
+
+    def __init__(self, *, check: bool, numbers: Callable[[], str] = str) -> None:
         super().__init__()
         self.check = check
+        self._numbers = numbers
         self._warned: set[str] = set()
         self._skipped_in_a_row = 0
+        self._read = Counters()  # when somebody last asked
 
     def add_step(self, device: torch.device) -> None:
         """A step is corrected; one that a CUDA graph records happens each time the graph is replayed."""
@@ -40,15 +66,42 @@ class Reports(Tally):
     def non_finite(self, layers: list[str]) -> None:
         """NaN or inf was met in these layers: the step is not taken."""
         where = ", ".join(layers[:3]) + (" …" if len(layers) > 3 else "")
-        message = f"NaN or inf in the inputs or gradients of {where}"
+        step = self._counters.steps + 1
+        message = f"NaN or inf in the inputs or gradients of {where} (step {step}{self._numbers()})"
         if self.check:
-            raise NonFiniteError(message + ". No weight was changed. Look at this batch and at the loss.")
+            raise NonFiniteError(f"{message}. No weight was changed. {_remedy(step)}")
         self.add("skipped")
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row == 1:
-            self._warn_once("skipped", message + ". The step was skipped, with all weights left as they were.")
-        elif self._skipped_in_a_row in (10, 100, 1000):
-            self._warn(f"{message}: the last {self._skipped_in_a_row} steps were all skipped, nothing is being trained")
+            self._warn_once(
+                "skipped", f"{message}. The step was skipped, with all weights left as they were. {_remedy(step)}"
+            )
+        elif self._skipped_in_a_row % MOST_SKIPPED_IN_A_ROW == 0:
+            self.add("steps")  # which nobody else will count
+            raise StandstillError(
+                f"{message}: the last {self._skipped_in_a_row} steps were all skipped, nothing is being trained "
+                f"(counters.skipped is {self._counters.skipped} of {step} steps). {REMEDY}"
+            )
+        elif self._skipped_in_a_row == 10:
+            self._warn(f"{message}: the last 10 steps were all skipped, nothing is being trained. {REMEDY}")
+
+    def read(self) -> Counters:
+        """All counts; waits for the devices. Only here are steps seen that a device has skipped by itself."""
+        counters = super().read()
+        steps, skipped = counters.steps - self._read.steps, counters.skipped - self._read.skipped
+        if self._on_device and steps == skipped >= MOST_SKIPPED_IN_A_ROW:
+            self._warn_once(
+                "standstill",
+                f"NaN or inf in each of the last {steps} steps{self._numbers()}: all were skipped, nothing is being "
+                f"trained. {REMEDY}",
+            )
+        self._read = counters
+        return counters
+
+    def restore(self, counters: Counters) -> None:
+        """Start again from saved counts."""
+        super().restore(counters)
+        self._read = replace(counters)
 
     def step_taken(self) -> None:
         """A step was not skipped."""
@@ -83,7 +136,8 @@ class Reports(Tally):
         """A layer's gradient was corrected in a backward pass; where NaN or inf was met it is NaN."""
         if self.check and not bool(finite):
             raise NonFiniteError(
-                f"NaN or inf in the inputs or output gradients of {shown(name)}. Look at this batch and at the loss."
+                f"NaN or inf in the inputs or output gradients of {shown(name)} (backward pass {self._counters.steps}"
+                f"{self._numbers()}). {_remedy(self._counters.steps)}"
             )
         self._note_failures(name, rescued, fallen_back)
 
@@ -101,6 +155,11 @@ class Reports(Tally):
         self._warn_once(
             "frozen", f"all layers to correct are frozen: {optimizer} stays as it is until one of them is trained"
         )
+
+    def samples_in_doubt(self, doubt: str | None) -> None:
+        """N may not be what the loss was averaged over."""
+        if doubt is not None:
+            self._warn_once("samples", doubt)
 
     def left_plain(self, name: str, reason: str) -> None:
         """A layer that was to be corrected keeps its plain gradient."""

@@ -41,6 +41,7 @@ def test_convolution(size, groups):
     check_training(model, lambda m: half_squares(m(x)), 2)
 
 
+@pytest.mark.filterwarnings("ignore:the loss is taken for a mean over 8 samples")  # with reason: there are 12 outputs
 def test_calls_on_parts_of_the_batch_do_not_change_the_number_of_samples():
     """A layer that sees six rows of eight samples twice still belongs to a mean over eight."""
 

@@ -176,7 +176,7 @@ def test_conv1d_of_gpt2_is_a_linear_layer(samples, optimizer):
     tokens = torch.randint(0, WORDS, (samples, LENGTH))
     for m in (model, twin):
         steps = optimizer(m.parameters(), lr=0.01)
-        correction = consequent.attach(steps, m, damping=0.1, foresight=m is model)
+        correction = consequent.attach(steps, m, damping=0.1, foresight=m is model, loss_reduction="tokens")
         for _ in range(3):
             steps.zero_grad()
             m(input_ids=tokens, labels=tokens).loss.backward()
@@ -227,7 +227,7 @@ def test_conv1d_that_computes_something_else_is_listed():
 def test_conv1d_shows_up_by_its_name():
     model, loss, _ = build("gpt2")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    correction = consequent.attach(optimizer, model)
+    correction = consequent.attach(optimizer, model, loss_reduction="tokens")
     loss(model).backward()
     optimizer.step()
     assert "transformer.h.0.mlp.c_proj   Conv1D, 33 input columns" in repr(correction)

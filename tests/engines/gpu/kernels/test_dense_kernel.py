@@ -1,5 +1,3 @@
-import math
-
 import pytest
 import torch
 
@@ -13,29 +11,16 @@ TOLERANCE = 1e-4
 
 
 def make_layer(
-    rows,
-    features,
-    outputs,
-    *,
-    bias=True,
-    damping=0.1,
-    of_trace=False,
-    scale=3.0,
-    factor=1.0,
-    size=1.0,
-    limit=math.inf,
-    seed=0,
+    rows, features, outputs, *, bias=True, damping=0.1, of_trace=False, scale=3.0, factor=1.0, size=1.0, seed=0
 ) -> DenseLayer:
     generator = torch.Generator().manual_seed(seed)
     X = torch.randn(rows, features, generator=generator).to(DEVICE)
     dZ = torch.randn(rows, outputs, generator=generator).to(DEVICE)
     weight_grad = factor * (dZ.double().mT @ X.double()).float()
     bias_grad = factor * dZ.sum(0) if bias else None
-    weight, bias = (
-        size * torch.randn(outputs, features, generator=generator).to(DEVICE),
-        dZ[0].clone() if bias else None,
-    )
-    return DenseLayer(X, dZ, weight_grad, bias_grad, damping, of_trace, scale, TOLERANCE, weight, bias, limit)
+    weight = size * torch.randn(outputs, features, generator=generator).to(DEVICE)
+    how = (damping, of_trace, scale, TOLERANCE)
+    return DenseLayer(X, dZ, weight_grad, bias_grad, *how, weight, dZ[0].clone() if bias else None)
 
 
 def with_ones(layer):
@@ -228,11 +213,21 @@ def test_bad_beforehand_zeroes_all():
         assert not gradient(layer).any()
 
 
-def test_a_matrix_without_a_factor_falls_back():
-    layer, other = make_layer(8, 50, 40, damping=1e-12), make_layer(8, 20, 10)
+def test_a_row_that_is_there_twice_gets_more_damping():
+    layer, other = make_layer(8, 50, 40, damping=1e-12, scale=1.0), make_layer(8, 20, 10)
     layer.inputs[5] = layer.inputs[2]
-    layer.weight_grad.copy_(0.5 * layer.output_grads.mT @ layer.inputs)
-    layer.bias_grad.mul_(0.5)
+    layer.output_grads[5] = layer.output_grads[2]
+    layer.weight_grad.copy_(layer.output_grads.mT @ layer.inputs)
+    layer.bias_grad.copy_(layer.output_grads.sum(0))
+    wanted = reference(other)
+    assert rewrite([layer, other]) == (0, [0, 0, 1, 0, 0, 0])
+    moved = with_ones(layer) @ gradient(layer).double().mT
+    torch.testing.assert_close(moved, layer.output_grads.double(), rtol=1e-4, atol=1e-4)
+    assert_close(other, wanted)
+
+
+def test_a_matrix_without_a_factor_falls_back():
+    layer, other = make_layer(8, 50, 40, damping=-100.0, factor=0.5), make_layer(8, 20, 10)
     wanted = shortened(layer), reference(other)
     assert rewrite([layer, other]) == (0, [0, 0, 0, 1, 0, 0])
     assert_close(layer, wanted[0])

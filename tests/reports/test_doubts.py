@@ -1,0 +1,129 @@
+"""An N that can hardly be what the loss was averaged over is told of once; ordinary models are left in peace."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import consequent
+
+
+def warnings_of(model, loss_of, steps=2, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    consequent.attach(optimizer, model, damping=0.1, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+    return [str(warning.message) for warning in caught if warning.category is consequent.ConsequentWarning]
+
+
+class LastState(nn.Module):
+    """Of inputs [time, batch, features]: one output for each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.RNN(3, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.recurrent(x)[0][-1])
+
+
+class Graph(nn.Module):
+    """Edges [2, edges] come first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, edges, nodes):
+        return torch.zeros(len(nodes), 2).index_add(0, edges[0], self.layer(nodes)[edges[1]])
+
+
+class Tokens(nn.Module):
+    """A vector of logits for every token."""
+
+    def __init__(self, pick=lambda z: z):
+        super().__init__()
+        self.table, self.head, self.pick = nn.Embedding(7, 3), nn.Linear(3, 5), pick
+
+    def forward(self, tokens):
+        return self.pick(self.head(self.table(tokens)))
+
+
+torch.manual_seed(0)
+SEQUENCES, LABELS = torch.randint(0, 7, (4, 6)), torch.randint(0, 5, (4, 6))
+
+
+def cross_entropy(outputs, **options):
+    return functional.cross_entropy(outputs.mT, LABELS, **options)
+
+
+IMPLAUSIBLE = {
+    "sequence first": (LastState, lambda m: m(torch.randn(9, 4, 3)).square().mean(), r"9 samples.*\[4, 2\]"),
+    "edges first": (
+        Graph,
+        lambda m: m(torch.randint(0, 5, (2, 8)), torch.randn(5, 3)).square().mean(),
+        r"2 samples.*\[2, 8\].*\[5, 2\]",
+    ),
+    "flattened tokens": (
+        lambda: Tokens(lambda z: z.flatten(0, 1)),
+        lambda m: functional.cross_entropy(m(SEQUENCES), LABELS.flatten()),
+        r"4 samples.*\[24, 5\]",
+    ),
+    "tokens": (Tokens, lambda m: cross_entropy(m(SEQUENCES)), r'over the tokens of the outputs \[4, 6, 5\].*"tokens"'),
+    "some tokens": (Tokens, lambda m: cross_entropy(m(SEQUENCES), ignore_index=1), r"over the tokens"),
+    "logits": (
+        lambda: Tokens(lambda z: {"loss": z.sum(), "logits": z}),
+        lambda m: cross_entropy(m(SEQUENCES)["logits"]),
+        r"over the tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("at", ["step", "backward"])
+@pytest.mark.parametrize("name", IMPLAUSIBLE)
+def test_implausible_samples_are_told_of_once(name, at):
+    make, loss_of, message = IMPLAUSIBLE[name]
+    (said,) = warnings_of(make(), loss_of, at=at)
+    assert re.search(message, said), said
+    assert "loss_reduction=criterion" in said
+
+
+PLAUSIBLE = {
+    "images": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)),
+        lambda m: m(torch.randn(5, 3, 4, 4)).square().mean(),
+    ),
+    "one image without a leading dimension": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()),
+        lambda m: m(torch.randn(3, 4, 4)).square().mean(),
+    ),
+    "a vector": (lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU()), lambda m: m(torch.randn(3)).square().mean()),
+    "a lone layer": (lambda: nn.Linear(3, 4), lambda m: m(torch.randn(6, 2, 3)).square().mean()),
+    "a scalar": (lambda: Tokens(lambda z: z.square().mean()), lambda m: m(SEQUENCES)),
+    "the last token": (Tokens, lambda m: functional.cross_entropy(m(SEQUENCES)[:, -1], LABELS[:, -1])),
+    "a sum over tokens": (Tokens, lambda m: cross_entropy(m(SEQUENCES), reduction="sum") / 4),
+    "vectors for tokens, and no cross-entropy": (Tokens, lambda m: m(SEQUENCES).square().mean()),
+    "one sequence": (Tokens, lambda m: functional.cross_entropy(m(SEQUENCES[:1, :1])[0], LABELS[0, :1])),
+    "classes": (Tokens, lambda m: functional.cross_entropy(m(SEQUENCES[:, 0]), LABELS[:, 0])),
+    "parts": (LastState, lambda m: m.head(m.recurrent(torch.randn(9, 4, 3))[0][-1]).square().mean()),
+}
+
+
+@pytest.mark.parametrize("at", ["step", "backward"])
+@pytest.mark.parametrize("name", PLAUSIBLE)
+def test_ordinary_models_are_left_in_peace(name, at):
+    make, loss_of = PLAUSIBLE[name]
+    assert warnings_of(make(), loss_of, at=at) == []
+
+
+@pytest.mark.parametrize("reduction", ["tokens", "sum", 24, lambda samples: samples], ids=str)
+def test_who_has_said_how_the_loss_sums_up_is_left_in_peace(reduction):
+    assert warnings_of(Tokens(), lambda m: cross_entropy(m(SEQUENCES)), loss_reduction=reduction) == []
