@@ -29,8 +29,7 @@ def mlp_layers() -> list[DenseLayer]:
         X = torch.rand(32, inputs, device="cuda")
         dZ = torch.randn(32, outputs, device="cuda") / 32
         gradient = (dZ.double().mT @ X.double()).float()
-        weight, bias = torch.randn_like(gradient), dZ[0].clone()
-        layers.append(DenseLayer(X, dZ, gradient, dZ.sum(0), 1e-2, False, 32.0, 2e-3, weight, bias))
+        layers.append(DenseLayer(X, dZ, gradient, dZ.sum(0), 1e-2, False, 32.0, 2e-3))
     return layers
 
 
@@ -54,9 +53,7 @@ def resnet20_layers(channels_last: bool) -> list[FeatureLayer]:
         damped = moment + 0.03 * torch.eye(size, device="cuda")
         factor = torch.linalg.inv(torch.linalg.cholesky(damped)).float().contiguous()
         status = torch.tensor([moment.trace().item(), 0.03, 1.0, 0.0], device="cuda")
-        bias_grad, bias = torch.randn(2, shape[0], device="cuda").unbind()
-        weight = torch.randn_like(gradient)
-        layers.append(FeatureLayer(gradient, bias_grad, factor[None], status[None], 128.0, weight, bias))
+        layers.append(FeatureLayer(gradient, torch.randn(shape[0], device="cuda"), factor[None], status[None], 128.0))
     return layers
 
 

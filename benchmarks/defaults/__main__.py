@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here 
 
 from benchmarks.defaults import __doc__ as description
 from benchmarks.defaults import study, summary
-from benchmarks.defaults.contestants import CONTESTANTS, DAMPINGS
+from benchmarks.defaults.contestants import CONTESTANTS
 
 STAGES = ("search", "confirm", "fixed", "stress", "summary", "time")
 
@@ -30,7 +30,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", choices=tuple(study.TASKS), help="only these")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes of one thread each")
     parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("runs/defaults.jsonl"))
-    parser.add_argument("--damping", choices=DAMPINGS, default="relative 0.1", help="of stress, and of tables by task")
+    parser.add_argument(
+        "--dampings", nargs="+", help="only these: 'relative 0.1', 'absolute 1', 'relative 0.1, bound 0.2'"
+    )
+    parser.add_argument("--contestants", nargs="+", choices=tuple(CONTESTANTS), help="only these")
+    parser.add_argument("--damping", default="relative 0.1", help="of stress, and of tables by task")
     parser.add_argument("--rate", type=rate_of, nargs="+", default=[], help="rates of the stage fixed: c-sgd=0.1 …")
     parser.add_argument("--quick", action="store_true", help="a few tasks with a few steps")
     return parser.parse_args()
@@ -41,6 +45,10 @@ def main() -> None:
     scope = study.SMALL if arguments.quick else study.FULL
     if arguments.tasks:
         scope = dataclasses.replace(scope, tasks=tuple(arguments.tasks))
+    if arguments.dampings:
+        scope = dataclasses.replace(scope, dampings=tuple(arguments.dampings))
+    if arguments.contestants:
+        scope = dataclasses.replace(scope, contestants=tuple(arguments.contestants))
     rates = {name: contestant.advised for name, contestant in CONTESTANTS.items()} | dict(arguments.rate)
     results = study.Results(arguments.results)
     for stage in arguments.stages:

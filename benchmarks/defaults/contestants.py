@@ -11,6 +11,7 @@ C_SGD_RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 C_MOMENTUM_RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 
 DAMPINGS = (*(f"relative {rho}" for rho in (0.01, 0.03, 0.1, 0.2, 0.3, 1, 3)), "absolute 0.01", "absolute 1")
+BOUNDS = (0.05, 0.1, 0.2, 0.4)
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,15 @@ CONTESTANTS = {
 }
 
 
-def damping_argument(damping: str) -> dict[str, float]:
-    """What ``consequent.attach`` is given.
+def options_of(damping: str) -> dict[str, float | None]:
+    """What ``consequent.attach`` is given: a damping, and a bound if there is one.
 
-    >>> damping_argument("relative 0.1"), damping_argument("absolute 1")
-    ({'relative_damping': 0.1}, {'damping': 1.0})
+    >>> options_of("relative 0.1")
+    {'bound': None, 'relative_damping': 0.1}
+    >>> options_of("absolute 1, bound 0.2")
+    {'bound': 0.2, 'damping': 1.0}
     """
+    damping, _, bound = damping.partition(", bound ")
     kind, value = damping.split()
-    return {{"relative": "relative_damping", "absolute": "damping"}[kind]: float(value)}
+    name = {"relative": "relative_damping", "absolute": "damping"}[kind]
+    return {"bound": float(bound) if bound else None, name: float(value)}

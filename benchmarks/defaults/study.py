@@ -1,5 +1,6 @@
 """One run, many runs, and which runs a stage needs."""
 
+import dataclasses
 import json
 import math
 import multiprocessing
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 import consequent
-from benchmarks.defaults.contestants import CONTESTANTS, DAMPINGS, damping_argument
+from benchmarks.defaults.contestants import CONTESTANTS, DAMPINGS, options_of
 from benchmarks.defaults.task import Task
 from benchmarks.defaults.tasks import QUICK, TASKS
 
@@ -46,6 +47,7 @@ class Scope:
 
     tasks: tuple[str, ...] = tuple(TASKS)
     dampings: tuple[str, ...] = DAMPINGS
+    contestants: tuple[str, ...] = tuple(CONTESTANTS)
     seeds: tuple[int, ...] = SEEDS
     steps: int = 0
     most_rates: int | None = None
@@ -60,8 +62,8 @@ class Scope:
         return [
             (task, name, damping)
             for task in self.tasks
-            for name, contestant in CONTESTANTS.items()
-            for damping in (self.dampings if contestant.is_corrected else ("",))
+            for name in self.contestants
+            for damping in (self.dampings if CONTESTANTS[name].is_corrected else ("",))
         ]
 
 
@@ -132,7 +134,7 @@ def train(run: Run) -> Record:
     optimizer = contestant.optimiser(task.model, run.rate)
     correction = None
     if contestant.is_corrected:
-        options = damping_argument(run.damping)
+        options = options_of(run.damping)
         correction = consequent.attach(optimizer, task.model, loss_reduction=task.loss_reduction, **options)
     steps = min(run.steps or task.steps, task.steps)
     points = {round(steps * (point + 1) / POINTS) for point in range(POINTS)}
@@ -204,12 +206,14 @@ def fixed(scope: Scope, rates: dict[str, float]) -> list[Run]:
 
 
 def stress(scope: Scope, results: Results, damping: str) -> list[Run]:
-    """Ten times the best rate of the search, for the C- versions at one damping."""
+    """Ten times the best rate of the search, for the C- versions at one damping; a bound has the rates of none."""
+    unbounded, _, _ = damping.partition(", bound")
     found = []
-    for task, contestant, of_case in scope.cases():
-        best = results.best_rate(scope, task, contestant, of_case)
-        if of_case == damping and best is not None:
-            found += [Run(task, contestant, damping, 10 * best, seed, scope.steps) for seed in scope.seeds]
+    for task, contestant, _ in dataclasses.replace(scope, dampings=(damping,)).cases():
+        if CONTESTANTS[contestant].is_corrected:
+            best = results.best_rate(scope, task, contestant, unbounded)
+            if best is not None:
+                found += [Run(task, contestant, damping, 10 * best, seed, scope.steps) for seed in scope.seeds]
     return found
 
 

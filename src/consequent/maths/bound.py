@@ -1,12 +1,12 @@
 """A step that cannot explode: how much one step may change a layer's outputs.
 
 All layers move at once, and each is corrected as if it moved alone: at too high a learning rate that feeds on itself.
-So the change that a step makes to a layer's outputs on its own mini-batch is held below a fraction β of their size,
+So the change that a step makes to a layer's outputs on its own mini-batch is held below a fraction β of the size of its
+inputs, number for number (root mean squares):
 
-    ``μ √⟨U, G⟩ ≤ β √(trace(XXᵀ) / D · max(O, ‖W‖²))``
+    ``μ √(⟨U, G⟩ / O) ≤ β √(trace(XXᵀ) / D)``
 
-``⟨U, G⟩ = ‖U X‖² + λ‖U‖²`` is the size of the change, and nearly free: U is the new gradient, G the old one. On the
-right is ``‖W X‖`` for inputs without structure, or what it would be for O outputs and weights of the usual size.
+``⟨U, G⟩ = ‖U X‖² + λ‖U‖²`` is the size of the change, and nearly free: U is the new gradient, G the old one.
 
 The learning rate counts in this only where the step is proportional to the gradient: SGD with its momentum m, of which
 ``μ / (1 − m)`` is the length in the long run. Adam and its like make steps of their own length, whatever the gradient.
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-DEFAULT = 0.2  # β
+DEFAULT = 0.2  # β, chosen by benchmarks/defaults
 
 
 class Change(NamedTuple):
@@ -28,16 +28,12 @@ class Change(NamedTuple):
     Attributes:
         energy: ``⟨U, G⟩``, of all groups together.
         trace: of ``XXᵀ``, likewise.
-        columns: of X, D times the groups.
-        outputs: O.
-        parameters: W and its biases.
+        outputs_per_column: O, divided by D times the groups.
     """
 
     energy: float | Tensor
     trace: float | Tensor
-    columns: int
-    outputs: int
-    parameters: Sequence[Tensor]
+    outputs_per_column: float
 
 
 def shortening(change: Change, limit: float) -> float:
@@ -47,22 +43,15 @@ def shortening(change: Change, limit: float) -> float:
         change: of one layer.
         limit: ``β / μ``, μ with the loss's divisor in it.
     """
-    energy, trace, columns, outputs, parameters = change
-    energy, allowed = float(energy), limit**2 * float(trace) / columns
-    if not energy > allowed * outputs:
-        return 1.0
-    squared = sum(float(parameter.detach().float().square().sum()) for parameter in parameters)
-    return math.sqrt(min(1.0, allowed * max(outputs, squared) / energy))
+    energy = float(change.energy)
+    allowed = limit**2 * float(change.trace) * change.outputs_per_column
+    return math.sqrt(allowed / energy) if energy > allowed else 1.0
 
 
 def shortenings_on_device(changes: Sequence[Change], limits: Sequence[float]) -> Tensor:
     """The same for several layers, all on one device that is not waited for: ``[layers]``."""
     energies = torch.stack([torch.as_tensor(change.energy) for change in changes]).float()
     traces = torch.stack([torch.as_tensor(change.trace) for change in changes]).float()
-    flat = [parameter.detach() for change in changes for parameter in change.parameters]
-    norms = torch.stack([norm.float() for norm in torch._foreach_norm(flat)]).square()
-    squared = torch.stack([part.sum() for part in norms.split([len(change.parameters) for change in changes])])
-    known = [(limit**2 / change.columns, change.outputs) for change, limit in zip(changes, limits, strict=True)]
-    shares, outputs = torch.tensor(known, dtype=torch.float32, device=energies.device).unbind(-1)
-    allowed = shares * traces * torch.maximum(outputs, squared)
+    known = [limit**2 * change.outputs_per_column for change, limit in zip(changes, limits, strict=True)]
+    allowed = traces * torch.tensor(known, dtype=torch.float32, device=energies.device)
     return torch.where(energies > allowed, (allowed / energies).sqrt(), 1)

@@ -132,8 +132,8 @@ def change_of(record: "Record", energy: float | Tensor, trace: float | Tensor) -
         trace: of ``XXᵀ``, of all groups together.
     """
     operation = record.operation
-    outputs = record.weight.numel() // operation.features
-    return Change(energy, trace, record.columns * operation.groups, outputs, trained(record))
+    outputs = record.weight.numel() / operation.features
+    return Change(energy, trace, outputs / (record.columns * operation.groups))
 
 
 def dot(one: Tensor, other: Tensor) -> Tensor:

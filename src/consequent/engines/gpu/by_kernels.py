@@ -99,9 +99,8 @@ class FusedStep:
             return False
         from consequent.engines.gpu.kernels.features import FeatureLayer
 
-        weight_grad, bias_grad = grads
-        of = (factor.inverse, factor.status, work.scale)
-        self._features.append(FeatureLayer(weight_grad, bias_grad, *of, *_values_of(work)))
+        limit = math.inf if work.limit is None else work.limit
+        self._features.append(FeatureLayer(*grads, factor.inverse, factor.status, work.scale, limit))
         self.sides[record] = "features"
         return True
 
@@ -120,8 +119,9 @@ class FusedStep:
             return False
         X, dZ = (_rows(matrix) for matrix in (inputs, output_grad))
         level = work.damping.level(record.rows, record.columns)
-        how = (level.value, level.of_trace, work.scale, rounding(record))
-        layer = DenseLayer(X, dZ, weight_grad, bias_grad, *how, *_values_of(work))
+        limit = math.inf if work.limit is None else work.limit
+        how = (level.value, level.of_trace, work.scale, rounding(record), limit)
+        layer = DenseLayer(X, dZ, weight_grad, bias_grad, *how)
         self._dense.append(layer)
         self._inputs_there.append(use.inputs_there if X.data_ptr() == inputs.data_ptr() else None)
         self._output_grads_there.append(use.output_grad_there if dZ.data_ptr() == output_grad.data_ptr() else None)
@@ -196,10 +196,7 @@ def _grads_of_one_layer(record: Record) -> tuple[Tensor, Tensor | None] | None:
     bias_grad = record.biases[0].grad if record.biases else None
     if record.biases and bias_grad is None:
         return None
-    parameters = (record.weight, *record.biases)
-    if any(tensor.dtype != torch.float32 for tensor in (weight_grad, *parameters)):
-        return None
-    if not all(_is_dense(parameter) for parameter in parameters):
+    if weight_grad.dtype != torch.float32 or (bias_grad is not None and bias_grad.dtype != torch.float32):
         return None
     if record.operation.groups > 1 or record.operation.is_transposed:
         return None
@@ -211,13 +208,6 @@ def _grads_of_one_layer(record: Record) -> tuple[Tensor, Tensor | None] | None:
 def _is_dense(tensor: Tensor) -> bool:
     """Whether its numbers lie side by side, in whatever order."""
     return tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-
-
-def _values_of(work: Work) -> tuple[Tensor, Tensor | None, float]:
-    """The weight, its bias, and how much their change may be."""
-    record = work.record
-    bias = record.biases[0].detach() if record.biases else None
-    return record.weight.detach(), bias, math.inf if work.limit is None else work.limit
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -54,16 +54,7 @@ def launch_all():
     for rows in (20, 40):
         layers = [
             dense.DenseLayer(
-                torch.ones(rows, 48),
-                torch.ones(rows, 40),
-                torch.ones(40, 48),
-                torch.ones(40),
-                0.1,
-                False,
-                1.0,
-                1e-4,
-                torch.ones(40, 48),
-                torch.ones(40),
+                torch.ones(rows, 48), torch.ones(rows, 40), torch.ones(40, 48), torch.ones(40), 0.1, False, 1.0, 1e-4
             )
         ]
         step = dense.DenseStep(layers, torch.zeros(2, dtype=torch.int32))
@@ -73,13 +64,7 @@ def launch_all():
         step.write(torch.zeros(6, dtype=torch.int64))
     for outputs, size in ((16, 145), (4200, 250), (1100, 1000)):
         layer = features.FeatureLayer(
-            torch.ones(outputs, size - 1),
-            torch.ones(outputs),
-            torch.ones(1, size, size),
-            torch.ones(1, 4),
-            1.0,
-            torch.ones(outputs, size - 1),
-            torch.ones(outputs),
+            torch.ones(outputs, size - 1), torch.ones(outputs), torch.ones(1, size, size), torch.ones(1, 4), 1.0
         )
         prepared = features.prepare_features([layer], torch.zeros(1, dtype=torch.int32))
         features.write_features(prepared, torch.zeros(6, dtype=torch.int64))

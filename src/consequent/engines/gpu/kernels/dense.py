@@ -55,7 +55,7 @@ __all__ = ["MOST_ROWS", "DenseLayer", "DenseStep"]
 MOST_ROWS = 64
 PRECISION = "tf32x3"  # of matrix products: about that of float32; "ieee" is float32 itself, without tensor cores
 
-_FIELDS = tl.constexpr(12)  # entries of the table per layer
+_FIELDS = tl.constexpr(10)  # entries of the table per layer
 _PARTS = tl.constexpr(12)  # into which the columns of X are cut
 _MOST_SOLVERS = tl.constexpr(32)  # programs that share the outputs of a layer
 _PROBES = tl.constexpr(4)
@@ -86,8 +86,6 @@ class DenseLayer(NamedTuple):
     of_trace: bool  # whether it is the latter
     scale: float  # s, what the loss was divided by
     tolerance: float  # how far the gradient may be from c ΔZᵀX by rounding, in units of ``‖ΔZ u‖ ‖X v‖``
-    weight: Tensor  # W: [O, D], dense in memory
-    bias: Tensor | None  # [O], likewise
     limit: float = math.inf  # of the change of the outputs, see consequent.maths.bound, s left out
 
 
@@ -208,8 +206,6 @@ def _table_of(layers: Sequence[DenseLayer], block_rows: int) -> tuple[list[int],
             float_pair(layer.damping, layer.scale),
             float_pair(layer.tolerance, layer.limit),
             end,
-            layer.weight.data_ptr(),
-            0 if layer.bias is None else layer.bias.data_ptr(),
         )
         end += outputs * block_rows
         divisible |= features | input_stride | (inputs | weight_grad) >> 2
@@ -230,7 +226,7 @@ def _checked_shape(layer: DenseLayer) -> tuple[int, int, int]:
     side_by_side &= layer.output_grads.stride(1) == 1 or outputs == 1
     if not (side_by_side and layer.weight_grad.is_contiguous()):
         raise ValueError("inputs and output_grads need columns that are side by side, weight_grad must be contiguous")
-    for tensor in (*layer[:4], layer.weight, layer.bias):
+    for tensor in layer[:4]:
         if tensor is not None and tensor.dtype != torch.float32:
             raise TypeError(f"the tensors of a layer must be float32, got {tensor.dtype}")
     if layer.bias_grad is not None and (layer.bias_grad.shape != (outputs,) or not layer.bias_grad.is_contiguous()):
@@ -492,10 +488,8 @@ def _compare(entry, section, shares, BLOCK_N: tl.constexpr):
     energy = tl.sum(energies, 0) * factor * factor
     limit = high_float(tl.load(entry + 8))
     columns = features + (tl.load(entry + 3) != 0).to(tl.int32)
-    allowed = limit * limit * (tl.load(status) / columns.to(tl.float32))
-    weights = outputs * features.to(tl.int64)
-    shorter = shortening(energy, allowed, outputs, tl.load(entry + 10), weights, tl.load(entry + 11))
-    tl.store(status + 5, shorter)
+    allowed = limit * limit * (tl.load(status) * (outputs.to(tl.float32) / columns.to(tl.float32)))
+    tl.store(status + 5, shortening(energy, allowed))
 
 
 @triton.jit

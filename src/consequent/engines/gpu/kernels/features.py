@@ -39,7 +39,7 @@ __all__ = ["FeatureLayer", "PreparedFeatures", "prepare_features", "write_featur
 
 PRECISION = "tf32x3"  # of matrix products: about that of float32; "ieee" is float32 itself, without tensor cores
 
-_FIELDS = tl.constexpr(11)  # entries of the table per layer
+_FIELDS = tl.constexpr(9)  # entries of the table per layer
 _MOST_PROGRAMS = 1024  # per layer; each then takes several tiles
 _PARTS = tl.constexpr(1024)  # of a sum, as many as there are programs at most
 _LARGE_FROM = 1 << 20  # entries of a gradient, from which on there are tiles enough to fill a GPU with large ones
@@ -74,8 +74,6 @@ class FeatureLayer(NamedTuple):
     inverse_factor: Tensor  # W: [1, D, D], or [1, D + 1, D + 1] with a bias; contiguous, zero above the diagonal
     status: Tensor  # float32 [1, 4]: trace of S, λ, whether there is a factor, how many of its pivots were raised
     scale: float  # s, what the loss was divided by
-    weight: Tensor  # W, as many numbers as G has, dense in memory
-    bias: Tensor | None  # [O], likewise
     limit: float = math.inf  # of the change of the outputs, see consequent.maths.bound, s left out
 
 
@@ -194,7 +192,7 @@ def _table_of(layers: Sequence[FeatureLayer]) -> tuple[list[int], list[tuple[int
     shapes: list[tuple[int, int]] = []
     end = 0
     for layer in layers:
-        grad, bias_grad, factor, status, scale, weight, bias, limit = layer
+        grad, bias_grad, factor, status, scale, limit = layer
         outputs, size = grad.shape[0], factor.shape[-1]
         features = size if bias_grad is None else size - 1
         _check(layer, outputs, features)
@@ -209,8 +207,6 @@ def _table_of(layers: Sequence[FeatureLayer]) -> tuple[list[int], list[tuple[int
             int_pair(taps, tap_stride),
             int_pair(channel_stride, 0),
             float_pair(scale, limit),
-            weight.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
         )
         shapes.append((outputs, size))
         end += outputs * size
@@ -228,7 +224,7 @@ def _check(layer: FeatureLayer, outputs: int, features: int) -> None:
         )
     if bias_grad is not None and (bias_grad.shape != (outputs,) or not bias_grad.is_contiguous()):
         raise ValueError(f"bias_grad must be contiguous [{outputs}], got {list(bias_grad.shape)}")
-    for tensor in (*layer[:4], layer.weight, layer.bias):
+    for tensor in layer[:4]:
         if tensor is not None and tensor.dtype != torch.float32:
             raise TypeError(f"the tensors of a layer must be float32, got {tensor.dtype}")
 
@@ -379,9 +375,8 @@ def _second_product(
     part = tl.arange(0, _PARTS)
     energy = tl.sum(tl.load(scratch + entries + layer * _PARTS + part, part < parts, other=0.0), 0)
     limit = high_float(tl.load(entry + 8))
-    allowed = limit * limit * (tl.load(status) / size.to(tl.float32))
-    weights = outputs * features.to(tl.int64)
-    shorter = shortening(energy, allowed, outputs, tl.load(entry + 9), weights, tl.load(entry + 10))
+    allowed = limit * limit * (tl.load(status) * (outputs.to(tl.float32) / size.to(tl.float32)))
+    shorter = shortening(energy, allowed)
     if (program == 0) & (is_bad == 0):
         count(counts, RESCUED, ok & (tl.load(status + 3) > 0))
         count(counts, FALLEN_BACK, ok == 0)

@@ -157,25 +157,6 @@ def in_fours(number):
 
 
 @triton.jit
-def squares_at(address, length):
-    """The sum of the squares of so many floats that lie side by side; 0 if there is no address."""
-    i = tl.arange(0, 1024)
-    sums = tl.zeros((1024,), tl.float32)
-    length = tl.where(address != 0, length, 0)
-    for first in range(0, length, 1024):
-        values = tl.load(floats_at(address) + first + i, first + i < length, other=0.0)
-        sums += values * values
-    return tl.sum(sums, 0)
-
-
-@triton.jit
-def shortening(energy, allowed, outputs, weight, weights, bias):
-    """:func:`consequent.maths.bound.shortening`, ``allowed`` being ``limit² · trace / D``.
-
-    Weights are read only where that decides.
-    """
-    exceeds = energy > allowed * outputs.to(tl.float32)  # neither infinity nor NaN does
-    squared = squares_at(weight, tl.where(exceeds, weights, 0))
-    squared += squares_at(bias, tl.where(exceeds, outputs.to(tl.int64), 0))
-    factor = tl.sqrt(allowed * tl.maximum(outputs.to(tl.float32), squared) / energy)
-    return tl.where(exceeds, tl.minimum(factor, 1.0), 1.0)
+def shortening(energy, allowed):
+    """:func:`consequent.maths.bound.shortening`; neither infinity nor NaN is above anything."""
+    return tl.where(energy > allowed, tl.sqrt(allowed / energy), 1.0)
