@@ -68,7 +68,7 @@ class Scope:
 
 
 FULL = Scope()
-SMALL = Scope(QUICK, ("relative 0.1", "absolute 1"), (0,), steps=12, most_rates=2)
+SMALL = Scope(QUICK, ("relative 0.1", "absolute 1"), seeds=(0,), steps=12, most_rates=2)
 
 
 class Results:
