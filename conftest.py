@@ -4,6 +4,7 @@ import os
 import sys
 from importlib.util import find_spec
 
+import pytest
 import torch
 
 # Some virtual machines announce the AMX instructions and then refuse them; oneDNN's bfloat16 products would crash.
@@ -16,8 +17,16 @@ NEEDS |= {name: f"integrations/{name}.py" for name in ("lightning", "transformer
 collect_ignore_glob = [f"src/consequent/{files}" for name, files in NEEDS.items() if not find_spec(name)]
 
 if not torch.cuda.is_available():
-    # Kernels then run on CPU tensors, in Triton's interpreter, if it was told so before it was imported. It has been
-    # imported by now: the filters for warnings have pytest import the library, and that torch.compiler.
+    # Kernels then run on CPU tensors, in Triton's interpreter, if it was told so before it was imported. It may have
+    # been imported by now, by one of pytest's plugins.
     os.environ.setdefault("TRITON_INTERPRET", "1")
     for name in [name for name in sys.modules if name.split(".")[0] == "triton" and "._C" not in name]:
         del sys.modules[name]
+
+import exact  # noqa: E402  (the library must not be imported before)
+
+
+@pytest.fixture
+def bounded(monkeypatch):
+    """The bound as users have it; for other tests ``exact`` has turned it off."""
+    monkeypatch.setattr("consequent.engines.step.Rewriter._limit", exact.LIMIT)

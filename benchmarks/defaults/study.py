@@ -1,5 +1,6 @@
 """One run, many runs, and which runs a stage needs."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -21,6 +22,7 @@ import consequent
 from benchmarks.defaults.contestants import CONTESTANTS, DAMPINGS, options_of
 from benchmarks.defaults.task import Task
 from benchmarks.defaults.tasks import QUICK, TASKS
+from consequent.reports.errors import StandstillError
 
 TUNING_SEED = 100
 SEEDS = (0, 1, 2)
@@ -148,7 +150,8 @@ def train(run: Run) -> Record:
             optimizer.zero_grad()
             loss = task.loss(*next(task.batches))
             loss.backward()
-            optimizer.step()
+            with contextlib.suppress(StandstillError):  # the losses tell the same
+                optimizer.step()
             if task.after_step is not None:
                 task.after_step(step)
             lost = 0 if loss.isfinite() else lost + 1

@@ -638,6 +638,7 @@ class Consequentialism:
             "version": STATE_VERSION,
             "damping": self.damping,
             "relative_damping": self.relative_damping,
+            "bound": self.bound,
             "loss_reduction": reduction,
             "counters": asdict(self.counters),
         }
@@ -652,6 +653,7 @@ class Consequentialism:
         if state["loss_reduction"] is not None:
             self.loss_reduction = state["loss_reduction"]
         self._groups.change_default(damping)
+        self.bound = state.get("bound", self.bound)  # older ones have none
         self._reports.restore(counters)
 
 

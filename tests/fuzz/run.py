@@ -4,6 +4,7 @@ import random
 import re
 import warnings
 
+import exact  # noqa: F401
 import torch
 from reference import damping_options
 

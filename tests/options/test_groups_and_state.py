@@ -66,8 +66,9 @@ def test_the_state_dict_of_the_correction(ready):
         "version": 2,
         "damping": None,
         "relative_damping": reference.DEFAULT_DAMPING[1],
+        "bound": 0.2,
         "loss_reduction": "mean",
-        "counters": {"steps": 3, "skipped": 0, "rescued": 0, "fallen_back": 0, "edited": 0},
+        "counters": {"steps": 3, "skipped": 0, "rescued": 0, "fallen_back": 0, "edited": 0, "bounded": 0},
     }
     buffer = io.BytesIO()
     torch.save(state, buffer)

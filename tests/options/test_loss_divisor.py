@@ -27,6 +27,11 @@ def inputs_of(cls):
     return (outputs, targets, torch.ones_like(targets)) if cls is nn.GaussianNLLLoss else (outputs, targets)
 
 
+def name_of(value):
+    """The same in every process: a function's own text has its address."""
+    return getattr(value, "__name__", str(value))
+
+
 @pytest.mark.parametrize("cls", [*ELEMENTWISE, *OF_CLASSES])
 def test_times_its_divisor_a_mean_is_the_sum(cls):
     args = inputs_of(cls)
@@ -93,7 +98,7 @@ def divisor_of_step(model, loss_of, loss_reduction, at="step", steps=1):
 @pytest.mark.parametrize(
     ("reduction", "expected"),
     [("mse", 24.0), (functional.mse_loss, 24.0), (functional.l1_loss, 48.0), ("tokens", 12.0), (nn.MSELoss(), 24.0)],
-    ids=str,
+    ids=name_of,
 )
 def test_from_the_outputs(at, reduction, expected):
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -105,7 +110,7 @@ def test_from_the_outputs(at, reduction, expected):
 
 
 @pytest.mark.parametrize("at", ["step", "backward"])
-@pytest.mark.parametrize("reduction", ["mse", functional.mse_loss, nn.MSELoss()], ids=str)
+@pytest.mark.parametrize("reduction", ["mse", functional.mse_loss, nn.MSELoss()], ids=name_of)
 def test_lr_1_lands_on_the_targets_of_a_squared_error(at, reduction):
     torch.manual_seed(0)
     model = nn.Linear(40, 4).double()  # a lone layer: no container sees its outputs
@@ -210,7 +215,7 @@ class Focal(nn.CrossEntropyLoss):
         (nn.MSELoss(reduction="none"), ValueError, "reduction='none'"),
         (functional.ctc_loss, TypeError, "must take the number of samples.*those of torch are known"),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_what_is_not_known_is_refused(reduction, error, message):
     with pytest.raises(error, match=message):

@@ -14,6 +14,7 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import exact  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp

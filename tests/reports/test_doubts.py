@@ -124,6 +124,8 @@ def test_ordinary_models_are_left_in_peace(name, at):
     assert warnings_of(make(), loss_of, at=at) == []
 
 
-@pytest.mark.parametrize("reduction", ["tokens", "sum", 24, lambda samples: samples], ids=str)
+@pytest.mark.parametrize(
+    "reduction", ["tokens", "sum", 24, lambda samples: samples], ids=["tokens", "sum", "number", "function"]
+)
 def test_who_has_said_how_the_loss_sums_up_is_left_in_peace(reduction):
     assert warnings_of(Tokens(), lambda m: cross_entropy(m(SEQUENCES)), loss_reduction=reduction) == []

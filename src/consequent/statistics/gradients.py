@@ -132,8 +132,8 @@ def change_of(record: "Record", energy: float | Tensor, trace: float | Tensor) -
         trace: of ``XXᵀ``, of all groups together.
     """
     operation = record.operation
-    outputs = record.weight.numel() / operation.features
-    return Change(energy, trace, outputs / (record.columns * operation.groups))
+    outputs = record.weight.numel() / max(operation.features, 1)
+    return Change(energy, trace, outputs / max(record.columns * operation.groups, 1))
 
 
 def dot(one: Tensor, other: Tensor) -> Tensor:
