@@ -28,7 +28,7 @@ from consequent.options.arguments import refusing_unknown
 from consequent.options.loss_divisor import LossDivisor, named, sum_over_ranks
 from consequent.options.parameter_groups import Groups, damping_in
 from consequent.options.selection import Patterns, listed, readable_name, select_layers
-from consequent.options.settings import LossReduction, check_at, check_loss_reduction, loss_divisor
+from consequent.options.settings import LossReduction, check_at, check_averaging, check_loss_reduction, loss_divisor
 from consequent.ranks.exchange import Exchange
 from consequent.ranks.process_group import (
     Ranks,
@@ -43,6 +43,7 @@ from consequent.reports.describe import describe
 from consequent.reports.doubts import doubt_about_samples
 from consequent.reports.guards import check_optimizer, refuse_uncaptured, unwrapped
 from consequent.reports.reports import Reports
+from consequent.statistics.averages import Averages
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,6 +66,8 @@ def attach(
     loss_reduction: LossReduction = "mean",
     include: Patterns | None = None,
     exclude: Patterns = (),
+    averaging: float = 0.0,
+    refresh: int = 1,
     bound: float | None = BOUND,
     check: bool = False,
     foresight: bool = False,
@@ -85,6 +88,8 @@ def attach(
         loss_reduction: how the loss sums up over samples.
         include: which layers to correct.
         exclude: which to leave out.
+        averaging: β of an average of the inputs' second moments over steps.
+        refresh: T: every how many steps that average is refreshed.
         bound: by what fraction of their size a step may change a layer's outputs; None: by any.
         check: raise on NaN, inf or a failed factorisation.
         foresight: keep what :meth:`Consequentialism.foresight` needs.
@@ -112,6 +117,8 @@ def attach(
         loss_reduction=loss_reduction,
         include=include,
         exclude=exclude,
+        averaging=averaging,
+        refresh=refresh,
         bound=bound,
         check=check,
         foresight=foresight,
@@ -148,6 +155,10 @@ class Consequentialism:
         include: which layers to correct: module types, names or compiled regular expressions. None: all that can be,
             embeddings aside.
         exclude: which to leave out, likewise.
+        averaging: β of the second moments' average over steps, ``S ← β S + (1 − β) XXᵀ / N``, for layers that are
+            solved for by features. 0: each step's own.
+        refresh: T: their average is refreshed and factorised anew at every T-th step only; the steps in between cost
+            little more than plain ones. Both need ``at="step"`` and cannot be in a CUDA graph.
         bound: by what fraction of their size one step may change a layer's outputs on its own mini-batch, so that too
             high a learning rate ends in a slow run and not in NaN. For SGD with and without momentum, whose steps are
             proportional to the gradient, with ``at="step"``, and where more than one layer is corrected; Adam and its
@@ -176,6 +187,8 @@ class Consequentialism:
         loss_reduction: LossReduction = "mean",
         include: Patterns | None = None,
         exclude: Patterns = (),
+        averaging: float = 0.0,
+        refresh: int = 1,
         bound: float | None = BOUND,
         check: bool = False,
         foresight: bool = False,
@@ -192,6 +205,7 @@ class Consequentialism:
         check_loss_reduction(loss_reduction)
         if bound is not None:
             check_positive("bound", bound, "0.2 is usual, None is no bound")
+        check_averaging(averaging, refresh, at=at, foresight=foresight)
         if process_group is not None:
             check_process_group(process_group)
             if at == "backward":
@@ -217,7 +231,8 @@ class Consequentialism:
         self._inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         selection = select_layers(self._inner, self.include, self.exclude)
         self._plain = selection.plain
-        self._at_step = StepCorrector(self._groups.damping_of, keep_rows=foresight)
+        averages = Averages(averaging, refresh)
+        self._at_step = StepCorrector(self._groups.damping_of, averages, keep_rows=foresight)
         corrector: Corrector = self._at_step
         if at == "backward":
             corrector = BackwardCorrector(self._groups.damping_of, self._divisor_of_pass, self._corrected_in_backward)
@@ -231,7 +246,7 @@ class Consequentialism:
         self._capture.entries.looks_at_tokens = loss_reduction == "mean"
         self._loss = LossDivisor(loss_reduction, self._capture.entries)
         self._rewriter = Rewriter(
-            self._capture, self._at_step, self._groups, self._reports, foresight=foresight, bound=bound
+            self._capture, self._at_step, self._groups, self._reports, averages, foresight=foresight, bound=bound
         )
         if process_group is not None:
             self._share_out(process_group)
@@ -473,11 +488,19 @@ class Consequentialism:
             )
         self._at_step.share_out()
         self._rewriter.exchange = Exchange(
-            self._capture, self._at_step, ranks, self._groups.damping_of, self._agreed_settings
+            self._capture,
+            self._at_step,
+            ranks,
+            self._groups.damping_of,
+            self._rewriter.averages,
+            self._agreed_settings,
         )
 
     def _agreed_settings(self) -> dict[str, str]:
-        return {"loss_reduction": repr(named(self.loss_reduction)), "check": str(self.check)}
+        averages = self._rewriter.averages
+        settings = {"loss_reduction": repr(named(self.loss_reduction)), "check": str(self.check)}
+        settings |= {"averaging": str(averages.averaging), "refresh": str(averages.refresh)}
+        return settings | {"bound": str(self.bound)}
 
     def _warn_of_ranks_left_out(self) -> None:
         if self.across_ranks and self._rewriter.exchange is None and several_are_running():
@@ -632,9 +655,13 @@ class Consequentialism:
         return type(None), ()  # a copied or pickled model has no correction: attach to the copy
 
     def state_dict(self) -> dict[str, Any]:
-        """Settings and counters; the optimiser's own state, group dampings included, is in its own state dict."""
+        """Settings, counters and averaged moments; group dampings are in the optimiser's own state dict."""
         reduction = None if callable(self.loss_reduction) else self.loss_reduction
+        averages = self._rewriter.averages
+        names = {weight: name for name, (weight, _) in reversed(self._weights_of_layers().items())}
+        kept = {"averages": averages.state_dict(names)} if averages.are_used else {}
         return {
+            **kept,
             "version": STATE_VERSION,
             "damping": self.damping,
             "relative_damping": self.relative_damping,
@@ -643,13 +670,24 @@ class Consequentialism:
             "counters": asdict(self.counters),
         }
 
+    def _weights_of_layers(self) -> dict[str, tuple[Tensor, list[Tensor]]]:
+        """The weight of each layer, and all biases that are solved for together with it."""
+        biases = self._capture.biases_by_weight()
+        weights = {name: self._capture.parameters_of(layer)[0] for name, layer in self._capture.layers.items()}
+        return {name: (weight, biases.get(weight, [])) for name, weight in weights.items()}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over settings and counters. A ``loss_reduction`` that is a function is not saved and stays as it is."""
+        """Take over settings, counters and averaged moments, if moments are averaged here and there.
+
+        What is not saved stays as it is: ``averaging``, ``refresh``, and a ``loss_reduction`` that is a function.
+        """
         missing = {"damping", "relative_damping", "loss_reduction", "counters"} - set(state)
         if missing:
             raise ValueError(f"not a state dict of Consequentialism: {sorted(missing)} missing")
         damping = _damping_of_state(state)  # raises before anything is changed
         counters = Counters(**state["counters"])
+        if "averages" in state and self._rewriter.averages.are_used:
+            self._rewriter.averages.load_state_dict(state["averages"], self._weights_of_layers())
         if state["loss_reduction"] is not None:
             self.loss_reduction = state["loss_reduction"]
         self._groups.change_default(damping)

@@ -127,6 +127,8 @@ class CSGD(_Consequentialist, SGD):
         loss_reduction: how the loss sums up over samples.
         include: which layers to correct.
         exclude: which to leave out.
+        averaging: β of an average of the inputs' second moments over steps.
+        refresh: T: every how many steps that average is refreshed.
         bound: by what fraction of their size a step may change a layer's outputs; None: by any.
         check: raise on NaN, inf or a failed factorisation.
         foresight: keep what ``optimizer.correction.foresight()`` needs.
@@ -164,6 +166,8 @@ class CSGD(_Consequentialist, SGD):
         loss_reduction: LossReduction = "mean",
         include: Patterns | None = None,
         exclude: Patterns = (),
+        averaging: float = 0.0,
+        refresh: int = 1,
         bound: float | None = BOUND,
         check: bool = False,
         foresight: bool = False,
@@ -180,6 +184,8 @@ class CSGD(_Consequentialist, SGD):
                 loss_reduction=loss_reduction,
                 include=include,
                 exclude=exclude,
+                averaging=averaging,
+                refresh=refresh,
                 bound=bound,
                 check=check,
                 foresight=foresight,
@@ -224,6 +230,8 @@ class CAdam(_Consequentialist, Adam):
         loss_reduction: how the loss sums up over samples.
         include: which layers to correct.
         exclude: which to leave out.
+        averaging: β of an average of the inputs' second moments over steps.
+        refresh: T: every how many steps that average is refreshed.
         bound: by what fraction of their size a step may change a layer's outputs; None: by any.
         check: raise on NaN, inf or a failed factorisation.
         foresight: keep what ``optimizer.correction.foresight()`` needs.
@@ -254,6 +262,8 @@ class CAdam(_Consequentialist, Adam):
         loss_reduction: LossReduction = "mean",
         include: Patterns | None = None,
         exclude: Patterns = (),
+        averaging: float = 0.0,
+        refresh: int = 1,
         bound: float | None = BOUND,
         check: bool = False,
         foresight: bool = False,
@@ -270,6 +280,8 @@ class CAdam(_Consequentialist, Adam):
                 loss_reduction=loss_reduction,
                 include=include,
                 exclude=exclude,
+                averaging=averaging,
+                refresh=refresh,
                 bound=bound,
                 check=check,
                 foresight=foresight,
@@ -315,6 +327,8 @@ class CAdamW(_Consequentialist, AdamW):
         loss_reduction: how the loss sums up over samples.
         include: which layers to correct.
         exclude: which to leave out.
+        averaging: β of an average of the inputs' second moments over steps.
+        refresh: T: every how many steps that average is refreshed.
         bound: by what fraction of their size a step may change a layer's outputs; None: by any.
         check: raise on NaN, inf or a failed factorisation.
         foresight: keep what ``optimizer.correction.foresight()`` needs.
@@ -344,6 +358,8 @@ class CAdamW(_Consequentialist, AdamW):
         loss_reduction: LossReduction = "mean",
         include: Patterns | None = None,
         exclude: Patterns = (),
+        averaging: float = 0.0,
+        refresh: int = 1,
         bound: float | None = BOUND,
         check: bool = False,
         foresight: bool = False,
@@ -360,6 +376,8 @@ class CAdamW(_Consequentialist, AdamW):
                 loss_reduction=loss_reduction,
                 include=include,
                 exclude=exclude,
+                averaging=averaging,
+                refresh=refresh,
                 bound=bound,
                 check=check,
                 foresight=foresight,
@@ -404,6 +422,8 @@ class CRMSprop(_Consequentialist, RMSprop):
         loss_reduction: how the loss sums up over samples.
         include: which layers to correct.
         exclude: which to leave out.
+        averaging: β of an average of the inputs' second moments over steps.
+        refresh: T: every how many steps that average is refreshed.
         bound: by what fraction of their size a step may change a layer's outputs; None: by any.
         check: raise on NaN, inf or a failed factorisation.
         foresight: keep what ``optimizer.correction.foresight()`` needs.
@@ -433,6 +453,8 @@ class CRMSprop(_Consequentialist, RMSprop):
         loss_reduction: LossReduction = "mean",
         include: Patterns | None = None,
         exclude: Patterns = (),
+        averaging: float = 0.0,
+        refresh: int = 1,
         bound: float | None = BOUND,
         check: bool = False,
         foresight: bool = False,
@@ -449,6 +471,8 @@ class CRMSprop(_Consequentialist, RMSprop):
                 loss_reduction=loss_reduction,
                 include=include,
                 exclude=exclude,
+                averaging=averaging,
+                refresh=refresh,
                 bound=bound,
                 check=check,
                 foresight=foresight,

@@ -21,6 +21,7 @@ from consequent.capture.use import Entry, Use
 from consequent.engines.gpu.beside_backward import Ahead
 from consequent.maths.damping import Damping
 from consequent.ranks.sharded_tensors import is_sharded
+from consequent.statistics.averages import Averages
 from consequent.statistics.rows import Rows
 
 
@@ -29,22 +30,27 @@ class StepCorrector:
 
     Args:
         damping_of: λ for a parameter.
+        averages: of moments, over steps.
         keep_rows: whether inputs and output gradients are kept although their moment would do.
     """
 
     replaces_gradients = False
 
-    def __init__(self, damping_of: Callable[[Tensor], Damping], *, keep_rows: bool) -> None:
+    def __init__(self, damping_of: Callable[[Tensor], Damping], averages: Averages, *, keep_rows: bool) -> None:
         self.records: dict[Tensor, Record] = {}
         self.is_shared_out = False  # with other ranks, whose inputs are still to come at the step
         self._weights: set[Tensor] = set()
         self._damping_of = damping_of
         self._keep_rows = keep_rows
-        self._ahead = Ahead()
+        self._averages = averages
+        self._ahead = self._new_ahead()
         self._running: dict[int, dict[Record, None]] = {}  # backward passes under way, and the records they fill
         self._returned: dict[tuple[int, Tensor], _Returned] = {}  # to accumulators, by backward pass and parameter
         self._weight_of: dict[Tensor, Tensor] = {}  # for a weight itself, and for the bias of a layer
         self._hooks: dict[Tensor, RemovableHandle] = {}  # on parameters
+
+    def _new_ahead(self) -> Ahead:
+        return Ahead(factorises=not self.is_shared_out and not self._averages.are_used)
 
     def share_out(self) -> None:
         """From now on other ranks' inputs join in at the step."""
@@ -69,7 +75,7 @@ class StepCorrector:
         record.note_pass(use, backward_pass_id())
         if not record.is_empty:
             self._ahead.join_on(output_grad.device)  # an earlier use may be waiting to be reduced, or being reduced
-        record.add(use, inputs, output_grad)
+        record.add(use, inputs, output_grad, idle=self._averages.is_idle(use.weight))
         if not isinstance(record.statistic, Rows):
             if not self._keep_rows:
                 use.let_go()
@@ -165,6 +171,7 @@ class StepCorrector:
     def correct_only(self, biases: dict[Tensor, list[Tensor]]) -> None:
         """Only these weights are corrected from now on."""
         self._weights = set(biases)
+        self._averages.forget_but(self._weights)
         self._weight_of = {weight: weight for weight in biases}
         self._weight_of |= {bias: weight for weight, its in biases.items() for bias in its}
         self._forget_unwatched()
@@ -183,7 +190,7 @@ class StepCorrector:
             hook.remove()
         self._hooks.clear()
         self.records.clear()
-        self._ahead = Ahead()  # recordings hold memory
+        self._ahead = self._new_ahead()  # recordings hold memory
 
     def clear(self) -> None:
         """Forget what was captured."""

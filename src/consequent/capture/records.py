@@ -16,6 +16,7 @@ from consequent.engines.gpu.streams import event_in_graph
 from consequent.layers import Operation
 from consequent.layers.embedding import EmbeddingBag
 from consequent.ranks.sharded_tensors import is_nonzero, is_sharded, local
+from consequent.statistics.averages import Idle
 from consequent.statistics.moment import Moment
 from consequent.statistics.rows import Rows
 from consequent.statistics.statistic import Statistic
@@ -200,13 +201,14 @@ class Record:
         outer = backward_pass if use.recomputed_in == -1 else use.recomputed_in
         self.passes.setdefault(outer, set()).add(use.entry)
 
-    def add(self, use: Use, inputs: Tensor | None, output_grad: Tensor) -> None:
+    def add(self, use: Use, inputs: Tensor | None, output_grad: Tensor, *, idle: bool = False) -> None:
         """Add a use, or a further gradient of a use that is there already (``retain_graph``).
 
         Args:
             use: the use.
             inputs: its inputs; None where only the bias is trained.
             output_grad: its ΔZ in this backward pass.
+            idle: whether an average stands for its inputs, so that only its rows count.
         """
         if use in self.uses:
             if use.output_grad is not None:
@@ -218,6 +220,9 @@ class Record:
                 f"requires_grad of the weight of {use.layer} changed between two backward passes of one step; "
                 "call optimizer.zero_grad() or optimizer.step() before changing it"
             )
+        if idle:
+            self.statistic = self.statistic.add(use) if isinstance(self.statistic, Idle) else Idle.of(use)
+            return
         use.take(inputs, output_grad)
         if use.inputs_there is not None:  # otherwise there was no CUDA graph, and nobody asks
             use.output_grad_there = event_in_graph()

@@ -26,11 +26,13 @@ from consequent.ranks.shards import hand_over, own_part
 from consequent.reports.errors import LinAlgError
 from consequent.reports.guards import (
     refuse_capture_before_first_step,
+    refuse_capture_of_averages,
     refuse_capture_of_ranks,
     refuse_corrected_before,
     uncaptured_layers,
 )
 from consequent.reports.reports import Reports, shown
+from consequent.statistics.averages import Averages
 from consequent.statistics.gradients import trained
 from consequent.statistics.solution import Solution
 
@@ -47,6 +49,7 @@ class Rewriter:
         corrector: StepCorrector,
         groups: Groups,
         reports: Reports,
+        averages: Averages,
         *,
         foresight: bool,
         bound: float | None,
@@ -57,6 +60,7 @@ class Rewriter:
         self._reports = reports
         self._keeps_foresight = foresight
         self.bound = bound  # β
+        self.averages = averages
         self._watch: Watch | None = None
         self._filled: list[Record] = []  # what there is to do, on this rank
         self._steps = 0
@@ -79,6 +83,8 @@ class Rewriter:
         try:
             refuse_corrected_before(records, self._capture, others)
             refuse_capture_before_first_step(self._steps)
+            if self.averages.are_used:
+                refuse_capture_of_averages()
             if self.exchange is not None:
                 refuse_capture_of_ranks()
                 for record in records:
@@ -106,6 +112,9 @@ class Rewriter:
             else:
                 records, self.samples = self.exchange.complete(self._may_wait), self.exchange.samples
             self._list_uncaptured(records)
+            if self.averages.are_used:
+                for record in records:
+                    self.averages.apply(record, self._damping_of(record))
             records = [part for record in records if (part := self._own_part(record)) is not None]
             self.divisor = divisor = loss_divisor(loss_reduction, self.samples)
             solved = self._solutions_of(records, divisor)
@@ -140,6 +149,7 @@ class Rewriter:
         finally:
             self._filled = []
             self._steps += 1
+            self.averages.steps += 1
             self._clear()
 
     def _clear(self) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import nn
 
+from consequent.maths.checks import check_nonnegative
 from consequent.options.criteria import check_criterion, is_loss_function
 from consequent.options.selection import Patterns
 
@@ -24,6 +25,8 @@ class Options(TypedDict, total=False):
     loss_reduction: LossReduction
     include: Patterns | None
     exclude: Patterns
+    averaging: float
+    refresh: int
     bound: float | None
     check: bool
     foresight: bool
@@ -36,6 +39,21 @@ def check_at(at: str) -> None:
     """Raise unless it says when gradients are corrected."""
     if at not in ("step", "backward"):
         raise ValueError(f'at must be "step" (at optimizer.step()) or "backward" (in the backward pass), got {at!r}')
+
+
+def check_averaging(averaging: float, refresh: int, *, at: str, foresight: bool) -> None:
+    """Raise unless moments can be averaged so."""
+    check_nonnegative("averaging", averaging, "0.9 keeps nine tenths of the old average, 0 is each step's own moment")
+    if averaging >= 1:
+        raise ValueError(f"averaging must be below 1, got {averaging!r}; 0.9 keeps nine tenths of the old average")
+    if isinstance(refresh, bool) or not isinstance(refresh, int) or refresh < 1:
+        raise ValueError(f"refresh must be a whole number of steps ≥ 1, got {refresh!r}")
+    if averaging == 0 and refresh == 1:
+        return
+    if at == "backward":
+        raise ValueError('averaging= and refresh= need at="step", the default: a backward pass does not know the step')
+    if foresight:
+        raise ValueError("foresight=True compares with a step's own inputs: leave averaging= and refresh= out")
 
 
 def check_loss_reduction(loss_reduction: LossReduction) -> None:

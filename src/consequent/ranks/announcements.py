@@ -15,7 +15,7 @@ from consequent.capture.use import Use
 from consequent.layers import Operation
 
 # What a rank has of a layer's inputs.
-NOTHING, MOMENT, ROWS, MISBEHAVES = range(4)
+NOTHING, MOMENT, ROWS, MISBEHAVES, IDLE = range(5)
 
 
 class Shape(NamedTuple):

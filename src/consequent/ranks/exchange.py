@@ -25,6 +25,7 @@ from consequent.layers import Operation, kind_of
 from consequent.maths.damping import Damping
 from consequent.maths.packed_triangle import packed, unpacked
 from consequent.ranks.announcements import (
+    IDLE,
     MISBEHAVES,
     MOMENT,
     NOTHING,
@@ -53,6 +54,7 @@ from consequent.ranks.traffic import (
     packed_length,
 )
 from consequent.reports.reports import shown
+from consequent.statistics.averages import Averages, Idle
 from consequent.statistics.moment import Moment, moment_of
 from consequent.statistics.rows import Rows
 
@@ -90,7 +92,7 @@ class _Plan:
     @property
     def gathers(self) -> tuple[str, ...]:
         """What of each block is gathered."""
-        return {"moment": (), "inputs": ("inputs",), "rows": ("inputs", "outputs")}[self.choice]
+        return {"inputs": ("inputs",), "rows": ("inputs", "outputs")}.get(self.choice, ())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,6 +109,7 @@ class Exchange:
         corrector: its records.
         ranks: all ranks.
         damping_of: λ for a parameter.
+        averages: of moments, over steps.
         settings: what all ranks must agree on besides the layers, as text by name.
     """
 
@@ -116,12 +119,14 @@ class Exchange:
         corrector: StepCorrector,
         ranks: Ranks,
         damping_of: Callable[[Tensor], Damping],
+        averages: Averages,
         settings: Callable[[], dict[str, str]],
     ) -> None:
         self.ranks = ranks
         self._capture = capture
         self._corrector = corrector
         self._damping_of = damping_of
+        self._averages = averages
         self._settings = settings
         self._agreed: int | None = None  # digest of what all ranks are attached to
         self._length = 0  # of the last header
@@ -154,7 +159,7 @@ class Exchange:
             self._agreed = None
             return self.open(None)
         self._learn_shapes(header)
-        return any(news.form in (MOMENT, ROWS) for theirs in self._headers for news in theirs.layers)
+        return any(news.form in (MOMENT, ROWS, IDLE) for theirs in self._headers for news in theirs.layers)
 
     @property
     def samples(self) -> int:
@@ -211,7 +216,9 @@ class Exchange:
                 news.append(News(NOTHING, 0, 0, 0, partial))
                 continue
             rows, others = sum(use.rows for use in uses), int(bool(record.beside))
-            if isinstance(record.statistic, Moment):
+            if isinstance(record.statistic, Idle):
+                news.append(News(IDLE, rows, 0, others, partial))
+            elif isinstance(record.statistic, Moment):
                 news.append(News(MOMENT, rows, 0, others, partial))
             else:
                 news.append(News(ROWS, rows, key_of(blocks_of(uses)), others, partial))
@@ -250,7 +257,7 @@ class Exchange:
         jobs = [Job(plan.record, plan.owner, plan.damping, plan.rows) for plan in plans if plan.owner is not None]
         factors = FactorExchange(self.ranks, jobs, may_wait)
         moments = self._start_sums([plan for plan in plans if plan.is_summed])
-        gathered = self._start_gathers([plan for plan in plans if plan.choice != "moment"])
+        gathered = self._start_gathers([plan for plan in plans if plan.gathers])
         factors.factorise()
         for finish in (*moments, *gathered, factors.finish):
             finish()
@@ -288,10 +295,13 @@ class Exchange:
         if all_have_rows:
             for name, place in zip(names, places, strict=True):
                 blocks[name] = [self._blocks(h.layers[place]) for h in self._headers]
+        has_others = any(one.others for one in news)
         operation, columns = record.operation, record.columns
         item = torch.promote_types(weight.dtype, torch.float32).itemsize
         matrix = Matrix(operation.groups, columns, operation.groups * packed_length(columns) * item)
-        if all_have_rows and (rows < columns or damping.value == 0):
+        if any(one.form == IDLE for one in news):
+            side, choice, blocks = "features", "nothing", {}
+        elif all_have_rows and (rows < columns or damping.value == 0):
             side, choice = "samples", "rows"
             sizes["rows"] = bytes_to_gather(size * self._longest(blocks, "inputs", "outputs"), size)
         else:
@@ -307,18 +317,22 @@ class Exchange:
                     choice = "inputs"
         traffic = LayerTraffic(" = ".join(map(shown, names)), side, rows, choice, sizes)
         self.ranks.traffic.layers.append(traffic)
-        has_others = any(one.others for one in news)
         return _Plan(weight, names, record, rows, damping, matrix, traffic, has_others, partial, blocks)
 
     def _share_out_factorisations(self, plans: list[_Plan]) -> None:
         """Find an owner for every moment that one rank should factorise for all.
 
-        Every rank needs the moment itself to solve with a part of it, with more on its diagonal, and without damping.
+        Every rank needs the moment itself to solve with a part of it, with more on its diagonal, and without damping,
+        and to average it.
         """
         plans = [
             plan
             for plan in plans
-            if plan.choice == "moment" and not plan.has_others and not plan.partial and plan.damping.value > 0
+            if plan.choice == "moment"
+            and not plan.has_others
+            and not plan.partial
+            and plan.damping.value > 0
+            and not self._averages.are_used
         ]
         if not plans:
             return

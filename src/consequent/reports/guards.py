@@ -64,6 +64,15 @@ def refuse_capture_before_first_step(steps: int) -> None:
         raise RuntimeError(CAPTURED_TOO_EARLY)
 
 
+def refuse_capture_of_averages() -> None:
+    """Raise if a CUDA graph is being captured: whether a step refreshes its averages is decided by the host."""
+    if graph_is_being_captured():
+        raise RuntimeError(
+            "a step with averaging= or refresh= cannot be captured in a CUDA graph, which would do the same at every "
+            "step. Capture the forward and backward pass, and call optimizer.step() outside of the graph."
+        )
+
+
 def refuse_capture_of_ranks() -> None:
     """Raise if a CUDA graph is being captured: at every step the hosts of all ranks tell each other what they have."""
     if graph_is_being_captured():

@@ -15,6 +15,7 @@ from consequent.maths.damping import Damping
 from consequent.maths.precision import in_full_precision
 from consequent.maths.ridge import damped_solve_or_fall_back, quick_solve
 from consequent.statistics.gradients import (
+    Apart,
     apart_from_rows,
     change_of,
     columns_with_gradient,
@@ -81,26 +82,12 @@ class Moment(Statistic):
         trace = trace_of(matrix).sum()
         explained = gradient if apart is None else gradient - apart.all
         solved = solve_with_moment(matrix, explained, self.rows, damping, may_wait=may_wait, factor=factor)
-        others = None
-        if apart is not None:
-            others, gradient = apart.others, gradient if apart.others is None else gradient - apart.others
-            if apart.shortened is not None:
-                solved = solved._replace(gradient=solved.gradient + apart.shortened)
-        return Solution(
-            record,
-            "features",
-            solved.finite,
-            solved.gradient,
-            others=others,
-            rescued=solved.rescued,
-            fallen_back=solved.fallen_back,
-            change=change_of(record, dot(solved.gradient, gradient), trace),
-        )
+        return _joined(record, gradient, solved, apart, trace)
 
 
 @dataclass(frozen=True, eq=False)
 class Factor(Statistic):
-    """The factor of a moment that another rank made, and the moment itself is not here.
+    """The factor of a moment that another rank made, or that is kept for several steps.
 
     Attributes:
         inverse: of the moment plus this λ, where the host may not look;
@@ -132,13 +119,38 @@ class Factor(Statistic):
         factor = self.factor_for(damping)
         assert factor is not None
         gradient = gradient_matrix(record).to(factor.inverse.dtype)
-        solution, more_damped, failures = factor.solve(gradient.mT)
-        trace = factor.status[..., 0].sum()
-        finite = (trace + gradient.sum() + solution.sum()).isfinite()
-        change = change_of(record, dot(solution.mT, gradient), trace)
-        return Solution(
-            record, "features", finite, solution.mT, rescued=more_damped, fallen_back=failures, change=change
-        )
+        traces = factor.status[..., 0]
+        apart = apart_from_rows(record, damping, traces, may_wait=may_wait) if record.beside else None
+        solution, more_damped, failures = factor.solve((gradient if apart is None else gradient - apart.all).mT)
+        solved = Solved(solution.mT, (traces.sum() + gradient.sum() + solution.sum()).isfinite(), more_damped, failures)
+        return _joined(record, gradient, solved, apart, traces.sum())
+
+
+def _joined(record: "Record", gradient: Tensor, solved: "Solved", apart: Apart | None, trace: Tensor) -> Solution:
+    """What was solved for, and the parts of the gradient that were not.
+
+    Args:
+        record: of the gradient.
+        gradient: all that is in ``.grad``.
+        solved: for what the rows explain of it.
+        apart: the rest.
+        trace: of ``XXᵀ``, of all groups together.
+    """
+    others = None
+    if apart is not None:
+        others, gradient = apart.others, gradient if apart.others is None else gradient - apart.others
+        if apart.shortened is not None:
+            solved = solved._replace(gradient=solved.gradient + apart.shortened)
+    return Solution(
+        record,
+        "features",
+        solved.finite,
+        solved.gradient,
+        others=others,
+        rescued=solved.rescued,
+        fallen_back=solved.fallen_back,
+        change=change_of(record, dot(solved.gradient, gradient), trace),
+    )
 
 
 class Solved(NamedTuple):

@@ -84,10 +84,14 @@ class _Task:
 
 
 class Ahead:
-    """Records whose moments are computed, and factorised, beside the backward pass."""
+    """Records whose moments are computed, and factorised, beside the backward pass.
 
-    def __init__(self) -> None:
-        self.factorises = True  # not where the moments of other ranks are still to be added
+    Args:
+        factorises: not where the moments of other ranks or of other steps are still to be added.
+    """
+
+    def __init__(self, *, factorises: bool = True) -> None:
+        self.factorises = factorises
         self._devices: dict[torch.device, _Beside] = {}
 
     def takes(self, record: "Record") -> bool:

@@ -1,0 +1,229 @@
+"""``averaging=β, refresh=T`` against loops over explicit matrices in float64."""
+
+import copy
+import io
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+
+import consequent
+
+BATCHES = (9, 12, 9, 7, 20, 9, 9, 3)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2, bias=False), nn.Tanh(), nn.Linear(2, 30)).double()
+
+
+def batches(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, 4, dtype=torch.float64, generator=generator) for size in BATCHES]
+
+
+def loss_of(outputs):
+    return outputs.square().sum() / 2 / len(outputs)
+
+
+@dataclass
+class Naive:
+    """SGD with averaged moments, layer by layer, with explicit inverses."""
+
+    model: nn.Module
+    beta: float
+    period: int
+    rho: float | None = 0.1
+    level: float = 0.0
+    lr: float = 0.05
+    steps: int = 0
+    kept: dict = field(default_factory=dict)
+
+    def step(self, inputs):
+        self.model.zero_grad()
+        seen = []
+        hooks = [
+            layer.register_forward_hook(lambda layer, args, out: seen.append((layer, args[0].detach())))
+            for layer in self.model
+            if isinstance(layer, nn.Linear)
+        ]
+        loss_of(self.model(inputs)).backward()
+        for hook in hooks:
+            hook.remove()
+        for layer, x in seen:
+            X = x if layer.bias is None else torch.cat([x, torch.ones_like(x[:, :1])], 1)
+            rows, columns = X.shape
+            known = self.kept.get(layer)
+            if self.steps % self.period == 0 and (known is not None or rows >= columns):
+                moment = X.T @ X / rows
+                S, n = (moment, rows)
+                if known is not None:
+                    S, n = self.beta * known[0] + (1 - self.beta) * moment, self.beta * known[1] + rows
+                known = self.kept[layer] = S, n
+            S, n = (X.T @ X / rows, rows) if known is None else known
+            level = self.level if self.rho is None else self.rho * rows * S.trace() / min(round(n), columns)
+            G = layer.weight.grad if layer.bias is None else torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1)
+            U = len(inputs) * G @ torch.linalg.inv(rows * S + level * torch.eye(columns, dtype=S.dtype))
+            with torch.no_grad():
+                layer.weight -= self.lr * U[:, : layer.in_features]
+                if layer.bias is not None:
+                    layer.bias -= self.lr * U[:, -1]
+        self.steps += 1
+
+
+def assert_same(model, twin):
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("damping", [{"relative_damping": 0.1}, {"damping": 0.3}], ids=str)
+@pytest.mark.parametrize(("beta", "period"), [(0.0, 3), (0.9, 1), (0.5, 2), (0.95, 4)])
+def test_it_is_what_the_definition_says(beta, period, damping):
+    model, twin = network(), network()
+    naive = Naive(twin, beta, period, damping.get("relative_damping"), damping.get("damping", 0.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=naive.lr)
+    consequent.attach(optimizer, model, averaging=beta, refresh=period, **damping)
+    for x in batches():
+        optimizer.zero_grad()
+        loss_of(model(x)).backward()
+        optimizer.step()
+        naive.step(x)
+        assert_same(model, twin)
+
+
+def test_micro_batches_are_one_step():
+    whole, parts = network(), network()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (whole, parts)]
+    for optimizer, model in zip(optimizers, (whole, parts), strict=True):
+        consequent.attach(optimizer, model, averaging=0.5, refresh=2)
+    for x in batches():
+        optimizers[0].zero_grad()
+        loss_of(whole(x)).backward()
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        for part in x.split(2):
+            (loss_of(parts(part)) * len(part) / len(x)).backward()
+        optimizers[1].step()
+        assert_same(whole, parts)
+
+
+def test_between_refreshes_nothing_is_computed_of_the_inputs(monkeypatch):
+    from consequent.layers.linear import Linear
+
+    counted = []
+    computed = Linear.second_moment
+    monkeypatch.setattr(Linear, "second_moment", lambda *args, **kwargs: counted.append(1) or computed(*args, **kwargs))
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    correction = consequent.attach(optimizer, model, refresh=4)
+    for step, x in enumerate(batches()):
+        counted.clear()
+        optimizer.zero_grad()
+        loss_of(model(x)).backward()
+        kept = [use.inputs for record in correction._at_step.records.values() for use in record.uses]
+        assert all(inputs is None for inputs in kept) == (len(x) >= 3)  # fewer rows are kept as they are
+        optimizer.step()
+        assert bool(counted) == (step % 4 == 0)
+
+
+def test_a_penalty_in_the_loss_stays_plain_between_refreshes():
+    """As it does with exact moments: the same update as with decoupled decay."""
+    model, twin = network(), network()
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        torch.optim.SGD(twin.parameters(), lr=0.05, weight_decay=0.3),
+    ]
+    for optimizer, net in zip(optimizers, (model, twin), strict=True):
+        consequent.attach(optimizer, net, averaging=0.5, refresh=3, bound=None)
+    for x in batches()[:6]:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        penalty = 0.15 * sum(parameter.square().sum() for parameter in model.parameters())
+        (loss_of(model(x)) + penalty).backward()
+        loss_of(twin(x)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+def test_nan_in_a_batch_does_not_get_into_the_average():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    correction = consequent.attach(optimizer, model, averaging=0.9)
+    for number, x in enumerate(batches()):
+        if number == 2:
+            x[0, 0] = torch.nan
+        optimizer.zero_grad()
+        loss_of(model(x)).backward()
+        if number == 2:
+            with pytest.warns(consequent.ConsequentWarning, match="NaN or inf"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert correction.counters.skipped == 1
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_run_that_is_saved_and_goes_on_is_the_same(ready):
+    def make(model):
+        if ready:
+            optimizer = consequent.CSGD(model, lr=0.05, averaging=0.9, refresh=3)
+            return optimizer, optimizer.correction
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        return optimizer, consequent.attach(optimizer, model, averaging=0.9, refresh=3)
+
+    def train(model, optimizer, data):
+        for x in data:
+            optimizer.zero_grad()
+            loss_of(model(x)).backward()
+            optimizer.step()
+
+    model = network()
+    optimizer, correction = make(model)
+    train(model, optimizer, batches()[:4])
+    buffer = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict(), correction.state_dict()), buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    train(model, optimizer, batches()[4:])
+    other = network()
+    its_optimizer, its_correction = make(other)
+    other.load_state_dict(saved[0])
+    its_optimizer.load_state_dict(saved[1])
+    its_correction.load_state_dict(saved[2])
+    train(other, its_optimizer, batches()[4:])
+    assert_same(model, other)
+
+
+def test_a_state_of_other_layers_is_refused():
+    model, other = network(), nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    corrections = []
+    for net in (model, other):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        corrections.append((optimizer, consequent.attach(optimizer, net, averaging=0.9)))
+        optimizer.zero_grad()
+        loss_of(net(batches()[0])).backward()
+        optimizer.step()
+    state = copy.deepcopy(corrections[0][1].state_dict())
+    with pytest.raises(ValueError, match="averaged moment of layer '4', which is not corrected here"):
+        corrections[1][1].load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"averaging": 1.0}, "averaging must be below 1"),
+        ({"averaging": -0.1}, "averaging must be finite and ≥ 0"),
+        ({"refresh": 0}, "refresh must be a whole number"),
+        ({"refresh": 2.5}, "refresh must be a whole number"),
+        ({"refresh": 2, "at": "backward"}, 'need at="step"'),
+        ({"averaging": 0.5, "foresight": True}, "foresight=True compares"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        consequent.Consequentialism(network(), **options)
