@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import consequent
+from consequent.maths.bound import DEFAULT as BOUND
 
 
 def sgd(parameters: Iterator[nn.Parameter], lr: float) -> Optimizer:
@@ -51,10 +52,14 @@ class Contestant:
     def optimizer(
         self, model: nn.Module, lr: float, *, damping: float | None = None, relative_damping: float | None = None
     ) -> Optimizer:
-        """Returns the optimiser over all parameters of the model; the dampings are for the C- versions."""
+        """Returns the optimiser over all parameters of the model; the dampings are for the C- versions.
+
+        With the paper's absolute one there is no bound on the step, as in the paper.
+        """
         optimizer = FAMILIES[self.family](model.parameters(), lr)
         if self.consequentialist:
-            consequent.attach(optimizer, model, damping, relative_damping=relative_damping)
+            bound = BOUND if damping is None else None
+            consequent.attach(optimizer, model, damping, relative_damping=relative_damping, bound=bound)
         return optimizer
 
 

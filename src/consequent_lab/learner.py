@@ -19,6 +19,7 @@ from torch.optim import SGD, Adam, Optimizer, RMSprop
 
 import consequent
 from consequent import Consequentialism
+from consequent.maths.bound import DEFAULT as BOUND
 from consequent.reports.counters import Counters
 from consequent.reports.errors import StandstillError
 from consequent_lab.crew import Crew
@@ -151,6 +152,7 @@ class Learner:
                 self.model,
                 damping=self.config.damping,
                 relative_damping=self.config.relative_damping,
+                bound=None if self.config.damping is not None else BOUND,
             )
 
     def _rehearse(self) -> None:

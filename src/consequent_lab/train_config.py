@@ -39,7 +39,7 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     """adam: how slowly the two moments change."""
     damping: float | None = None
-    """The ridge λ of the C- versions; or"""
+    """The ridge λ of the C- versions, and no bound on their steps, as in the paper; or"""
     relative_damping: float | None = None
     """λ as a fraction of the inputs' mean eigenvalue (default: the library's own)."""
     batch_size: int = 32

@@ -364,7 +364,7 @@ def test_divergence_between_two_readings_is_no_error(tmp_path):
     """Of a consequentialist run, whose steps are skipped: a hundred of them in a row are one, elsewhere."""
     folder = RunFolder(tmp_path / "run")
     every = {"iterations": 400, "log_every": 200, "evaluate_every": 400, "checkpoint_every": 400}
-    train(replace(SMALL, consequentialist=True, optimiser="sgd", lr=1e12, **every), folder)
+    train(replace(SMALL, consequentialist=True, optimiser="sgd", lr=1e12, damping=0.01, **every), folder)
     assert folder.outcome()["outcome"] == "diverged"
     assert folder.metrics()[-1]["counters"]["skipped"] >= 200
 
