@@ -50,8 +50,11 @@ def shortening(change: Change, limit: float) -> float:
 
 def shortenings_on_device(changes: Sequence[Change], limits: Sequence[float]) -> Tensor:
     """The same for several layers, all on one device that is not waited for: ``[layers]``."""
-    energies = torch.stack([torch.as_tensor(change.energy) for change in changes]).float()
-    traces = torch.stack([torch.as_tensor(change.trace) for change in changes]).float()
-    known = [limit**2 * change.outputs_per_column for change, limit in zip(changes, limits, strict=True)]
-    allowed = traces * torch.tensor(known, dtype=torch.float32, device=energies.device)
-    return torch.where(energies > allowed, (allowed / energies).sqrt(), 1)
+    energies, allowed = [], []
+    for (energy, trace, outputs_per_column), limit in zip(changes, limits, strict=True):
+        assert isinstance(energy, Tensor)
+        assert isinstance(trace, Tensor)
+        energies.append(energy.float())
+        allowed.append(trace.float() * (limit**2 * outputs_per_column))  # a tensor of these numbers would be waited for
+    ratios = torch.stack(allowed) / torch.stack(energies)
+    return torch.where(ratios < 1, ratios.sqrt(), 1)

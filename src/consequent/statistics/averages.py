@@ -76,8 +76,8 @@ class Average:
                 return self.factor
             if damping.relative:  # all of N S + λI grows with N
                 ratio = rows / known
-                scaled = self.factor.status * self.factor.status.new_tensor([ratio, ratio, 1, 1])
-                return InverseFactor(self.factor.inverse * ratio**-0.5, scaled)
+                sizes, rest = self.factor.status.split(2, dim=-1)  # trace and λ, how it went
+                return InverseFactor(self.factor.inverse * ratio**-0.5, torch.cat([sizes * ratio, rest], -1))
         level = damping.level(max(round(self.rows), 1), self.moment.shape[-1])
         self.factor, self.of = inverse_factor(self.moment * rows, level, overwrite=True), (rows, damping)
         return self.factor
