@@ -548,6 +548,16 @@ class Consequentialism:
         self._groups.change_default(Damping(float(relative_damping), relative=True))
 
     @property
+    def averaging(self) -> float:
+        """β of the second moments' average over steps."""
+        return self._rewriter.averages.averaging
+
+    @property
+    def refresh(self) -> int:
+        """T: every how many steps that average is refreshed."""
+        return self._rewriter.averages.refresh
+
+    @property
     def bound(self) -> float | None:
         """β: by what fraction of their size one step may change a layer's outputs. May be set."""
         return self._rewriter.bound

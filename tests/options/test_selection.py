@@ -205,3 +205,9 @@ class Twice(nn.Module):
 
     def forward(self, inputs):
         return self.second(torch.tanh(self.first(inputs)))
+
+
+def test_repr_shows_what_is_not_as_usual():
+    text = repr(consequent.Consequentialism(nn.Linear(2, 2), averaging=0.9, refresh=10, bound=None))
+    assert ", averaging=0.9, refresh=10, bound=None), not attached" in text
+    assert "bound" not in repr(consequent.Consequentialism(nn.Linear(2, 2))).splitlines()[0]

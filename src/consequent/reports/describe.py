@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from consequent.layers import kind_of
+from consequent.maths.bound import DEFAULT as BOUND
 from consequent.options.loss_divisor import named
 from consequent.options.parameter_groups import Groups
 from consequent.reports.reports import REMEDY
@@ -40,8 +41,13 @@ def describe(
         dampings = " and ".join(map(str, groups.dampings()))
     except (TypeError, ValueError) as error:  # which the next step will raise
         dampings = f"unusable: {error}"
-    at = "" if correction.at == "step" else f", at={correction.at!r}"
-    lines = [f"Consequentialism({dampings}, loss_reduction={reduction!r}{at}), {where}"]
+    others = [] if correction.at == "step" else [f"at={correction.at!r}"]
+    if correction.averaging > 0 or correction.refresh > 1:
+        others += [f"averaging={correction.averaging:g}", f"refresh={correction.refresh}"]
+    if correction.bound != BOUND:
+        others.append(f"bound={correction.bound}")
+    further = "".join(f", {other}" for other in others)
+    lines = [f"Consequentialism({dampings}, loss_reduction={reduction!r}{further}), {where}"]
     corrected, plain = correction.corrected, correction.plain
     width = max(len(name) for name in (*corrected, *plain, ""))
 
