@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import gcd, prod
+from math import prod
 from typing import Any, ClassVar, Self
 
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from consequent.engines.gpu.kernels.choice import patch_moment_by_kernel, patch_moments_by_kernel
 from consequent.layers.autocorrelation import Window, operations, patch_moment_by_autocorrelation
-from consequent.layers.operation import Canonical, Operation, at_least_float32, with_ones
+from consequent.layers.operation import Canonical, at_least_float32, with_ones
 from consequent.layers.patches import Sides, pad_sides, patch_moment, patch_rows, positions
+from consequent.layers.windowed import Windowed, each
 
 # Forming a patch costs about as much as this many multiplications per entry.
 COST_OF_COPYING = 64
@@ -21,22 +22,16 @@ _convolution_backward = torch.ops.aten.convolution_backward.default
 
 
 @dataclass(frozen=True)
-class Convolution(Operation):
+class Convolution(Windowed):
     """Canonical inputs are ``[images, channels, *space]``, with zeros around them as ``padding`` says, if any.
 
     Attributes:
-        kernel_size: of the window, in each spatial dimension; likewise the following three.
-        stride: from one position of the window to the next, in pixels.
-        padding: before and after the image.
-        dilation: from one tap of the window to the next, in pixels.
+        padding: before and after the image, in each spatial dimension.
         padding_mode: what the padding consists of; canonical operations have zeros, the same number on both sides.
         seen: the layer's own settings, to tell whether they have changed.
     """
 
-    kernel_size: tuple[int, ...]
-    stride: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]
-    dilation: tuple[int, ...]
     padding_mode: str = "zeros"
     seen: tuple[Any, ...] = ()
 
@@ -94,11 +89,6 @@ class Convolution(Operation):
     def _space_of(images: Tensor, operation: "Convolution") -> list[int]:
         return [size + sum(sides) for size, sides in zip(images.shape[2:], operation.padding, strict=True)]
 
-    @cached_property
-    def spatial_dims(self) -> int:  # type: ignore[override]
-        """The d of Conv·d."""
-        return len(self.kernel_size)
-
     def product_called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Canonical | None:
         """A call of ``F.conv·d``, whatever its settings."""
         if function is not _CONVOLVE[self.spatial_dims - 1]:
@@ -107,10 +97,10 @@ class Convolution(Operation):
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if not isinstance(given.get("input"), Tensor) or given.get("groups", 1) != self.groups:
             return None
-        dilation = _each(given.get("dilation", 1), self.spatial_dims)
+        dilation = each(given.get("dilation", 1), self.spatial_dims)
         called = replace(
             self,
-            stride=_each(given.get("stride", 1), self.spatial_dims),
+            stride=each(given.get("stride", 1), self.spatial_dims),
             padding=tuple(_sides(given.get("padding", 0), self.kernel_size, dilation)),
             dilation=dilation,
             padding_mode="zeros",
@@ -161,23 +151,12 @@ class Convolution(Operation):
         none = (0,) * self.spatial_dims
         return (self.outputs,), self.stride, self._zeros, self.dilation, False, none, self.groups
 
-    def transposed_norm(self, output_grad: Tensor) -> Tensor:
-        """Every pixel of the inputs is met from so many positions of the window at most."""
-        steps = [s // gcd(s, d) for s, d in zip(self.stride, self.dilation, strict=True)]
-        overlap = prod(-(-k // step) for k, step in zip(self.kernel_size, steps, strict=True))
-        return super().transposed_norm(output_grad) * overlap
-
     # ---- as matrices ------------------------------------------------------------------------------------------------
 
     def input_rows(self, inputs: Tensor) -> Tensor:
         """``[groups, images · positions, channels · taps]``."""
         padded = pad_sides(inputs, self.padding)
         return patch_rows(padded, self.kernel_size, self.stride, self.dilation, self.groups)
-
-    def output_rows(self, outputs: Tensor) -> Tensor:
-        """``[groups, images · positions, channels]``."""
-        per_group: Tensor = outputs.flatten(2).unflatten(1, (self.groups, -1))  # [images, groups, channels, positions]
-        return per_group.permute(1, 0, 3, 2).flatten(1, 2)
 
     def second_moment(self, inputs: Tensor, *, ones: bool) -> Tensor:
         """``[groups, D, D]``, or one larger with ``ones``: from the auto-correlation where that is less work."""
@@ -235,13 +214,6 @@ def _settings(layer: Any) -> tuple[Any, ...]:
     return (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode)
 
 
-def _each(size: Any, dims: int) -> tuple[int, ...]:
-    """One number for each dimension."""
-    return (
-        (int(size),) * dims if isinstance(size, int) else tuple(int(s) for s in size) * (dims if len(size) == 1 else 1)
-    )
-
-
 def _sides(padding: Any, kernel_size: Any, dilation: Any) -> list[tuple[int, int]]:
     """The padding before and after the image, in each dimension."""
     if padding == "same":
@@ -249,7 +221,7 @@ def _sides(padding: Any, kernel_size: Any, dilation: Any) -> list[tuple[int, int
         return [(total // 2, total - total // 2) for total in totals]
     if padding == "valid":
         return [(0, 0)] * len(kernel_size)
-    return [(p, p) for p in _each(padding, len(kernel_size))]
+    return [(p, p) for p in each(padding, len(kernel_size))]
 
 
 def _autocorrelation_pays(window: Window, stride: list[int], images: Tensor) -> bool:

@@ -11,6 +11,7 @@ weight that the caller gave it.
 """
 
 import warnings
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Self
@@ -42,6 +43,38 @@ class _Table(Operation):
     is_transposed: ClassVar[bool] = True
     is_sparse: ClassVar[bool] = True
     follows_autocast: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, layer: Any) -> Self:
+        """The operation that the layer would do now."""
+        features, outputs = layer.weight.shape
+        return cls(
+            groups=1,
+            features=features,
+            outputs=outputs,
+            weight_shape=(features, outputs),
+            padding_idx=_padding_index(layer.padding_idx, features),
+            max_norm=layer.max_norm,
+            norm_type=layer.norm_type,
+            sparse=layer.sparse,
+            **cls._own_settings(layer),
+        )
+
+    @classmethod
+    @abstractmethod
+    def _own_settings(cls, layer: Any) -> dict[str, Any]:
+        """Those of the layer's settings that only this kind has."""
+
+    def _with_arguments(self, given: dict[str, Any], **own: Any) -> Self:
+        """With the settings that a call of torch's function gives, and those that only this kind has."""
+        return replace(
+            self,
+            padding_idx=_padding_index(given.get("padding_idx"), self.features),
+            max_norm=given.get("max_norm"),
+            norm_type=given.get("norm_type", 2.0),
+            sparse=given.get("sparse", False),
+            **own,
+        )
 
     def is_current(self, layer: Any) -> bool:
         """Whether the layer has the same settings still."""
@@ -106,20 +139,8 @@ class Embedding(_Table):
     # ---- from a layer ---------------------------------------------------------------------------------------------
 
     @classmethod
-    def of(cls, layer: Any) -> Self:
-        """The operation that the layer would do now."""
-        features, outputs = layer.weight.shape
-        return cls(
-            groups=1,
-            features=features,
-            outputs=outputs,
-            weight_shape=(features, outputs),
-            padding_idx=_padding_index(layer.padding_idx, features),
-            max_norm=layer.max_norm,
-            norm_type=layer.norm_type,
-            sparse=layer.sparse,
-            scale_grad_by_freq=layer.scale_grad_by_freq,
-        )
+    def _own_settings(cls, layer: Any) -> dict[str, Any]:
+        return {"scale_grad_by_freq": layer.scale_grad_by_freq}
 
     def canonical(self, inputs: Tensor) -> Canonical | None:
         """The call with these indices, of any shape."""
@@ -137,14 +158,7 @@ class Embedding(_Table):
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if not isinstance(given.get("input"), Tensor):
             return None
-        called = replace(
-            self,
-            padding_idx=_padding_index(given.get("padding_idx"), self.features),
-            max_norm=given.get("max_norm"),
-            norm_type=given.get("norm_type", 2.0),
-            scale_grad_by_freq=given.get("scale_grad_by_freq", False),
-            sparse=given.get("sparse", False),
-        )
+        called = self._with_arguments(given, scale_grad_by_freq=given.get("scale_grad_by_freq", False))
         return called.canonical(given["input"])
 
     # ---- the product ------------------------------------------------------------------------------------------------
@@ -272,22 +286,8 @@ class EmbeddingBag(_Table):
     # ---- from a layer ---------------------------------------------------------------------------------------------
 
     @classmethod
-    def of(cls, layer: Any) -> Self:
-        """The operation that the layer would do now."""
-        features, outputs = layer.weight.shape
-        return cls(
-            groups=1,
-            features=features,
-            outputs=outputs,
-            weight_shape=(features, outputs),
-            padding_idx=_padding_index(layer.padding_idx, features),
-            max_norm=layer.max_norm,
-            norm_type=layer.norm_type,
-            sparse=layer.sparse,
-            mode=layer.mode,
-            include_last_offset=layer.include_last_offset,
-            dtype=layer.weight.dtype,
-        )
+    def _own_settings(cls, layer: Any) -> dict[str, Any]:
+        return {"mode": layer.mode, "include_last_offset": layer.include_last_offset, "dtype": layer.weight.dtype}
 
     @classmethod
     def why_not(cls, layer: Any) -> str | None:
@@ -383,14 +383,8 @@ class EmbeddingBag(_Table):
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if not isinstance(given.get("input"), Tensor) or given.get("scale_grad_by_freq", False):
             return None
-        called = replace(
-            self,
-            padding_idx=_padding_index(given.get("padding_idx"), self.features),
-            max_norm=given.get("max_norm"),
-            norm_type=given.get("norm_type", 2.0),
-            sparse=given.get("sparse", False),
-            mode=given.get("mode", "mean"),
-            include_last_offset=given.get("include_last_offset", False),
+        called = self._with_arguments(
+            given, mode=given.get("mode", "mean"), include_last_offset=given.get("include_last_offset", False)
         )
         return called.canonical(given["input"], given.get("offsets"), given.get("per_sample_weights"))
 

@@ -23,26 +23,26 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from consequent.layers.convolution import Convolution, _each
-from consequent.layers.operation import Canonical, Operation, at_least_float32, with_ones
+from consequent.layers.convolution import Convolution
+from consequent.layers.operation import Canonical, at_least_float32, with_ones
 from consequent.layers.patches import Sides, Sizes, pad_sides, patch_rows
+from consequent.layers.windowed import Windowed, each
 
 _CONVOLVE = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 
 
 @dataclass(frozen=True)
-class TransposedConvolution(Operation):
+class TransposedConvolution(Windowed):
     """Canonical inputs are ``[images, channels, *space]``, without zeros between the pixels.
 
     The weight is ``[channels, out_channels / groups, *kernel_size]``. Features are in the order (channel of the group,
     tap), as in the weight.
 
     Attributes:
-        kernel_size: in each spatial dimension; likewise the following four.
         stride: from one pixel of the input to the next, in pixels of the output (s).
-        padding: pixels of the output that are left out at either end (π).
-        output_padding: pixels that the output is longer at its end.
         dilation: from one tap to the next, in pixels of the output (d).
+        padding: pixels of the output that are left out at either end, in each spatial dimension (π).
+        output_padding: pixels that the output is longer at its end, likewise.
         seen: the layer's own settings, to tell whether they have changed.
 
     Example:
@@ -57,11 +57,8 @@ class TransposedConvolution(Operation):
                  [ 0., 34.]]])
     """
 
-    kernel_size: tuple[int, ...]
-    stride: tuple[int, ...]
     padding: tuple[int, ...]
     output_padding: tuple[int, ...]
-    dilation: tuple[int, ...]
     seen: tuple[Any, ...] = ()
 
     module_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -139,11 +136,6 @@ class TransposedConvolution(Operation):
         """The same, whatever layer it is of."""
         return replace(self, seen=())
 
-    @property
-    def spatial_dims(self) -> int:  # type: ignore[override]
-        """The d of ConvTranspose·d."""
-        return len(self.kernel_size)
-
     def output_space(self, space: Sizes) -> list[int]:
         """The size of the outputs in each spatial dimension, for inputs of these sizes."""
         settings = zip(
@@ -161,10 +153,10 @@ class TransposedConvolution(Operation):
             return None
         called = replace(
             self,
-            stride=_each(given.get("stride", 1), self.spatial_dims),
-            padding=_each(given.get("padding", 0), self.spatial_dims),
-            output_padding=_each(given.get("output_padding", 0), self.spatial_dims),
-            dilation=_each(given.get("dilation", 1), self.spatial_dims),
+            stride=each(given.get("stride", 1), self.spatial_dims),
+            padding=each(given.get("padding", 0), self.spatial_dims),
+            output_padding=each(given.get("output_padding", 0), self.spatial_dims),
+            dilation=each(given.get("dilation", 1), self.spatial_dims),
         )
         return called.canonical(given["input"])
 
@@ -210,12 +202,6 @@ class TransposedConvolution(Operation):
         )
         return gradients[0], gradients[1]
 
-    def transposed_norm(self, output_grad: Tensor) -> Tensor:
-        """At every output position so many taps meet pixels at most."""
-        settings = zip(self.kernel_size, self.stride, self.dilation, strict=True)
-        overlap = prod(-(-k // (s // gcd(s, d))) for k, s, d in settings)
-        return super().transposed_norm(output_grad) * overlap
-
     # ---- as matrices ------------------------------------------------------------------------------------------------
 
     def weight_matrix(self, weight: Tensor) -> Tensor:
@@ -250,11 +236,6 @@ class TransposedConvolution(Operation):
         spread = inputs.new_zeros(*inputs.shape[:2], *sizes)
         spread[(slice(None), slice(None), *to)] = inputs[(slice(None), slice(None), *of)]
         return spread
-
-    def output_rows(self, outputs: Tensor) -> Tensor:
-        """``[groups, images · output positions, channels]``."""
-        per_group: Tensor = outputs.flatten(2).unflatten(1, (self.groups, -1))  # [images, groups, channels, positions]
-        return per_group.permute(1, 0, 3, 2).flatten(1, 2)
 
     def second_moment(self, inputs: Tensor, *, ones: bool) -> Tensor:
         """``[groups, D, D]``, or one larger with ``ones``: one small convolution for all taps that go together."""

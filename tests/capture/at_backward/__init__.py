@@ -1,0 +1,1 @@
+"""``at="backward"``: after ``backward()`` the consequentialist gradient of that very pass is in ``.grad``."""
