@@ -74,16 +74,16 @@ def test_calls_per_convolution():
 
 
 @pytest.mark.parametrize(
-    ("model", "inputs", "most"),
+    ("model", "shape", "most"),
     [
-        (lambda: mlp(3072, [800] * 8, 10), torch.randn(32, 3072), 1.48),
-        (lambda: residual_net((16, 32, 64), 3, batch_norm=False), torch.randn(16, 3, 32, 32), 1.53),
+        (lambda: mlp(3072, [800] * 8, 10), (32, 3072), 1.48),
+        (lambda: residual_net((16, 32, 64), 3, batch_norm=False), (16, 3, 32, 32), 1.53),
     ],
     ids=["mlp", "resnet20"],
 )
-def test_multiplications_beside_those_of_a_plain_step(model, inputs, most):
+def test_multiplications_beside_those_of_a_plain_step(model, shape, most):
     """Of products and convolutions; factorisations are not counted by torch, and small beside them."""
-    model, labels = model(), torch.zeros(len(inputs), dtype=torch.long)
+    model, inputs, labels = model(), torch.randn(shape), torch.zeros(shape[0], dtype=torch.long)
     flops = [
         counted(model, inputs, labels, corrected=corrected, counter=FlopCounterMode(display=False)).get_total_flops()
         for corrected in (False, True)

@@ -159,5 +159,5 @@ def check_solved_as_it_is(case, statistic, damping, expected, may_wait=True, rto
     if solution.change is not None:
         np.testing.assert_allclose(float(solution.change.energy), (expected * before).sum(), rtol=rtol)
         np.testing.assert_allclose(float(solution.change.trace), (case.rows() ** 2).sum(), rtol=rtol)
-        assert solution.change.outputs_per_column == before.shape[1] / statistic.columns
+        assert solution.change.outputs_per_column == before.shape[1] / before.shape[2]
     return solution

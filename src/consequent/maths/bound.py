@@ -6,7 +6,8 @@ inputs, number for number (root mean squares):
 
     ``μ √(⟨U, G⟩ / O) ≤ β √(trace(XXᵀ) / D)``
 
-``⟨U, G⟩ = ‖U X‖² + λ‖U‖²`` is the size of the change, and nearly free: U is the new gradient, G the old one.
+``⟨U, G⟩ = ‖U X‖² + λ‖U‖²`` is the size of the change, and nearly free: U is the new gradient, G the old one. Tables of
+embeddings, each of whose rows is looked up by few samples, are not bounded.
 
 The learning rate counts in this only where the step is proportional to the gradient: SGD with its momentum m, of which
 ``μ / (1 − m)`` is the length in the long run. Adam and its like make steps of their own length, whatever the gradient.

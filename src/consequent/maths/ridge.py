@@ -33,6 +33,10 @@ __all__ = ["Side", "consequential_gradient"]
 
 Side = Literal["auto", "samples", "features"]
 
+# Up to this size two products with the inverse of a Cholesky factor take a fraction of the time of two triangular
+# solves, and are as accurate.
+_SMALL = 128
+
 
 @in_full_precision
 def consequential_gradient(
@@ -160,7 +164,13 @@ def quick_solve(matrix: Tensor, right: Tensor, damping: float | Tensor, *, with_
         with_digits: whether a result that has lost nearly all of them counts as wrong: where another way has more.
     """
     factor = quick_cholesky(matrix, damping, with_digits=with_digits)
-    return None if factor is None else torch.cholesky_solve(right, factor)
+    if factor is None:
+        return None
+    if matrix.shape[-1] > _SMALL:
+        return torch.cholesky_solve(right, factor)
+    identity = torch.eye(matrix.shape[-1], dtype=factor.dtype, device=factor.device)
+    inverse: Tensor = torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False)
+    return inverse.mT @ (inverse @ right)
 
 
 def quick_cholesky(matrix: Tensor, damping: float | Tensor, *, with_digits: bool) -> Tensor | None:

@@ -133,7 +133,7 @@ def change_of(record: "Record", energy: float | Tensor, trace: float | Tensor) -
     """
     operation = record.operation
     outputs = record.weight.numel() / max(operation.features, 1)
-    return Change(energy, trace, outputs / max(record.columns * operation.groups, 1))
+    return Change(energy, trace, outputs / max(len(columns_with_gradient(record)) * operation.groups, 1))
 
 
 def dot(one: Tensor, other: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ class Rows(Statistic):
             X, dZ = rows.whole(), rows.output_grads
             finite = math.isfinite(X.sum() + dZ.sum() + factor)
             gradient = (torch.linalg.pinv(X) @ dZ).mT * factor if finite else torch.zeros_like(dZ.mT @ X)
-            change = change_of(record, dot(dZ, dZ) * factor**2, X.square().sum())
+            change = change_of(record, dot(gradient, dZ.mT @ X) * factor, X.square().sum())
             return Solution(record, "samples", finite, _plus(gradient, shortened), others=others, change=change)
         solved = rows.solve(damping, may_wait=True)
         values = solved.values
