@@ -680,11 +680,14 @@ class Consequentialism:
             "counters": asdict(self.counters),
         }
 
-    def _weights_of_layers(self) -> dict[str, tuple[Tensor, list[Tensor]]]:
-        """The weight of each layer, and all biases that are solved for together with it."""
-        biases = self._capture.biases_by_weight()
-        weights = {name: self._capture.parameters_of(layer)[0] for name, layer in self._capture.layers.items()}
-        return {name: (weight, biases.get(weight, [])) for name, weight in weights.items()}
+    def _weights_of_layers(self) -> dict[str, tuple[Tensor, int]]:
+        """The weight of each layer, and how many columns its inputs have; none where only its bias is trained."""
+        found = {}
+        for name, layer in self._capture.layers.items():
+            weight, kind = self._capture.parameters_of(layer)[0], kind_of(layer)
+            assert kind is not None
+            found[name] = weight, kind.of(layer).features if weight.requires_grad else 0
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over settings, counters and averaged moments, if moments are averaged here and there.

@@ -148,6 +148,35 @@ def test_a_penalty_in_the_loss_stays_plain_between_refreshes():
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
+def test_layers_that_share_a_weight_and_are_called_by_turns():
+    """Each with a bias of its own, of which a step may do without."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
+    second.weight = first.weight
+    both = nn.ModuleList([first, second])
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.0)
+    consequent.attach(optimizer, both, averaging=0.5, refresh=2, damping=0.2)
+    S = None
+    for number, x in enumerate(batches()[:6]):
+        used = [both[number % 2]] if number < 4 else list(both)
+        optimizer.zero_grad()
+        outputs = [layer(x) for layer in used]
+        output_grads = torch.randn(len(used) * len(x), 3, dtype=torch.float64)
+        (torch.cat(outputs) * output_grads).sum().backward()
+        ones = [torch.cat([torch.full((len(x), 1), float(layer is one)).double() for layer in used]) for one in both]
+        X = torch.cat([x.repeat(len(used), 1), *ones], 1)
+        if number % 2 == 0:
+            moment = X.T @ X / len(X)
+            S = moment if S is None else 0.5 * S + 0.5 * moment
+        G = torch.cat([first.weight.grad, *(layer.bias.grad[:, None] for layer in used)], 1)
+        kept = [0, 1, 2, 3, *(4 + list(both).index(layer) for layer in used)]
+        damped = (len(X) * S + 0.2 * torch.eye(6, dtype=torch.float64))[kept][:, kept]
+        expected = len(x) * G @ torch.linalg.inv(damped)
+        optimizer.step()
+        found = torch.cat([first.weight.grad, *(layer.bias.grad[:, None] for layer in used)], 1)
+        torch.testing.assert_close(found, expected)
+
+
 def test_nan_in_a_batch_does_not_get_into_the_average():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -227,3 +256,16 @@ def test_a_state_of_other_layers_is_refused():
 def test_what_cannot_be_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         consequent.Consequentialism(network(), **options)
+
+
+def test_a_state_of_another_width_is_refused():
+    model, other = network(), network()
+    other[0] = nn.Linear(4, 3, bias=False).double()
+    corrections = []
+    for net in (model, other):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        corrections.append((optimizer, consequent.attach(optimizer, net, averaging=0.9)))
+        loss_of(net(batches()[0])).backward()
+        optimizer.step()
+    with pytest.raises(ValueError, match="layer '0' has 5 columns, but the layer has 4"):
+        corrections[1][1].load_state_dict(corrections[0][1].state_dict())

@@ -171,7 +171,7 @@ class StepCorrector:
     def correct_only(self, biases: dict[Tensor, list[Tensor]]) -> None:
         """Only these weights are corrected from now on."""
         self._weights = set(biases)
-        self._averages.forget_but(self._weights)
+        self._averages.average_only(biases)
         self._weight_of = {weight: weight for weight in biases}
         self._weight_of |= {bias: weight for weight, its in biases.items() for bias in its}
         self._forget_unwatched()

@@ -87,7 +87,7 @@ class Capture:
         self.layers = dict(named_layers)
         self.names = {layer: name for name, layer in named_layers.items()}
         self.misbehaving = {layer: reason for layer, reason in self.misbehaving.items() if layer in self.names}
-        self.listener.correct_only(self.biases_by_weight())
+        self.listener.correct_only(self._biases_by_weight())
         for container in _containers(self.model, wanted) - self._containers:
             drop_inert_hooks(container)
             enter, leave = EntryHook(self.entries.enter), EntryHook(self.entries.leave)
@@ -110,8 +110,7 @@ class Capture:
         """The layer's weight and bias as the optimiser holds them."""
         return self._sharded.get(layer) or (layer.weight, getattr(layer, "bias", None))  # type: ignore[return-value]
 
-    def biases_by_weight(self) -> dict[Tensor, list[Tensor]]:
-        """For each weight the biases that are corrected with it, of all layers that have it."""
+    def _biases_by_weight(self) -> dict[Tensor, list[Tensor]]:
         found: dict[Tensor, dict[Tensor, None]] = {}
         for layer in self.layers.values():
             weight, bias = self.parameters_of(layer)

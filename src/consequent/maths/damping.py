@@ -40,9 +40,10 @@ class Damping:
     def chosen(cls, damping: float | None, relative_damping: float | None, where: str = "") -> "Damping | None":
         """The damping that a user named; None if neither is given."""
         if damping is not None and relative_damping is not None:
+            remedy = "; take the other out: group.pop(…)" if where else ""
             raise ValueError(
                 f"damping={damping!r} and relative_damping={relative_damping!r}{where}: give one, λ itself or a "
-                "fraction of the inputs' mean eigenvalue"
+                f"fraction of the inputs' mean eigenvalue{remedy}"
             )
         if relative_damping is not None:
             check_damping(relative_damping, "relative_damping", where)

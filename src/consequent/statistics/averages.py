@@ -96,6 +96,7 @@ class Averages:
         self.refresh = refresh
         self.steps = 0  # taken so far
         self._of: dict[Tensor, Average] = {}
+        self._biases: dict[Tensor, list[Tensor]] = {}  # of all layers with each weight that is corrected
 
     @property
     def are_used(self) -> bool:
@@ -118,8 +119,9 @@ class Averages:
         if isinstance(statistic, Rows) and average is not None and statistic.rows:
             record.reduce(keep_rows=False)  # few rows for once: they go with the others
             statistic = record.statistic
-        if isinstance(statistic, Moment) and statistic.rows:
-            average = self._of[record.weight] = self._updated(average, statistic)
+        if isinstance(statistic, Moment) and statistic.rows and record.weight in self._biases:
+            whole = statistic.with_biases(self._biases[record.weight])  # also of those that this step did without
+            average = self._of[record.weight] = self._updated(average, whole)
         if average is None or statistic is None or not statistic.rows or not isinstance(statistic, Moment | Idle):
             return
         of = (statistic.uses, statistic.features, average.biases, max(round(average.rows), 1))
@@ -134,41 +136,51 @@ class Averages:
         new = moment.matrix / moment.rows
         if average is None:
             return Average(torch.where(_is_finite(new), new, 1), moment.rows, moment.biases)
-        if average.moment.shape != new.shape:  # a bias was met for the first time, or is not trained any more
-            return Average(new, moment.rows, moment.biases)
         beta = self.averaging
         blended = torch.where(_is_finite(new), torch.lerp(new, average.moment, beta), average.moment)
         return Average(blended, beta * average.rows + moment.rows, moment.biases)
 
-    def forget_but(self, weights: set[Tensor]) -> None:
-        """Only these weights are corrected from now on."""
-        self._of = {weight: average for weight, average in self._of.items() if weight in weights}
+    def average_only(self, biases: dict[Tensor, list[Tensor]]) -> None:
+        """Only these weights are corrected from now on; averages with other biases than before begin anew.
+
+        Args:
+            biases: of the layers with each weight, those that are corrected.
+        """
+        self._of = {
+            weight: average
+            for weight, average in self._of.items()
+            if weight in biases and list(map(id, average.biases)) == list(map(id, biases[weight]))
+        }
+        self._biases = biases
 
     def state_dict(self, names: dict[Tensor, str]) -> dict[str, Any]:
         """What a later run goes on from, by the names of the weights' layers."""
         of = {
-            names[weight]: {"moment": average.moment, "rows": average.rows, "biases": len(average.biases)}
+            names[weight]: {"moment": average.moment, "rows": average.rows}
             for weight, average in self._of.items()
             if weight in names
         }
         return {"steps": self.steps, "of": of}
 
-    def load_state_dict(self, state: dict[str, Any], parameters: dict[str, tuple[Tensor, list[Tensor]]]) -> None:
+    def load_state_dict(self, state: dict[str, Any], weights: dict[str, tuple[Tensor, int]]) -> None:
         """Go on from a state.
 
         Args:
             state: of :meth:`state_dict`.
-            parameters: the weight of each layer by its name, and the biases that are solved for with it.
+            weights: that of each layer by its name, and how many columns its inputs have without those of biases.
         """
         found: dict[Tensor, Average] = {}
         for name, saved in state["of"].items():
-            if name not in parameters:
+            if name not in weights:
                 raise ValueError(f"the state has an averaged moment of layer {name!r}, which is not corrected here")
-            weight, biases = parameters[name]
-            if saved["biases"] > len(biases):
-                raise ValueError(f"the averaged moment of layer {name!r} has columns for more biases than are trained")
-            moment = saved["moment"].to(weight.device)
-            found[weight] = Average(moment, float(saved["rows"]), tuple(biases[: saved["biases"]]))
+            weight, features = weights[name]
+            biases, moment = self._biases.get(weight, []), saved["moment"].to(weight.device)
+            if moment.shape[-1] != features + len(biases):
+                raise ValueError(
+                    f"the averaged moment of layer {name!r} has {moment.shape[-1]} columns, but the layer has "
+                    f"{features + len(biases)}: what is trained of it has changed"
+                )
+            found[weight] = Average(moment, float(saved["rows"]), tuple(biases))
         self.steps, self._of = int(state["steps"]), found
 
 
