@@ -39,7 +39,8 @@ class ConsequentialismCallback(TrainerCallback, ExportableState):
 
     Args:
         damping: λ, if it is not to be relative.
-        options: all further arguments of :class:`consequent.Consequentialism`, ``relative_damping`` among them.
+        options: all further arguments of :class:`consequent.Consequentialism`, ``relative_damping`` among them. What
+            ``averaging`` and ``refresh`` keep is not in the Trainer's checkpoints: a resumed training begins it anew.
 
     Attributes:
         correction: None before the first training; after one it is detached, and its counters can still be
