@@ -1,4 +1,6 @@
-"""What `at="step"` and `at="backward"` cost beside plain SGD: `python benchmarks/step_or_backward.py --device cpu`.
+"""What `at="step"`, `at="backward"` and `refresh=10` cost beside plain SGD, with the default damping and bound.
+
+`python benchmarks/step_or_backward.py --device cpu`
 
 Whole training steps (zero_grad, forward, backward, step) in one process, in turns of a few steps each; medians and
 quartiles over the turns. Ratios are to the plain optimiser without BatchNorm.
@@ -12,6 +14,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +22,14 @@ from torch import Tensor, nn
 import consequent
 from consequent_lab.models import resnet20
 
-ENTRANTS: dict[str, dict[str, str] | None] = {"plain": None, "step": {"at": "step"}, "backward": {"at": "backward"}}
+PERIOD = 10  # of the steps that refresh averaged moments; turns are whole periods
+
+ENTRANTS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "step": {"at": "step"},
+    "backward": {"at": "backward"},
+    "refresh": {"averaging": 0.9, "refresh": PERIOD},
+}
 
 
 def mlp() -> nn.Module:
@@ -87,13 +97,15 @@ def main() -> None:
     command = f"python benchmarks/step_or_backward.py --device {device} --threads {arguments.threads}"
     record = {"command": command, "machine": machine, "torch": torch.__version__, "rows": []}
     works = [(f"MLP 3072-8×800-10, batch {batch}", mlp, (batch, 3072)) for batch in (32, 128)]
-    if device == "cuda":
-        works.append(("ResNet-20, batch 128", lambda: resnet20(batch_norm=False), (128, 3, 32, 32)))
+    images = 128 if device == "cuda" else 32
+    works.append((f"ResNet-20, batch {images}", lambda: resnet20(batch_norm=False), (images, 3, 32, 32)))
     kept: list[object] = []  # models, optimisers and data must outlive the graphs that were captured of them
     for title, build, shape in works:
         for mode in ("eager", "graph") if device == "cuda" else ("eager",):
             steps = {}
             for name, options in ENTRANTS.items():
+                if name == "refresh" and mode == "graph":
+                    continue  # refused
                 torch.manual_seed(0)
                 model = build().to(device)
                 x, y = (torch.rand(shape) - 0.5).to(device), torch.randint(0, 10, shape[:1]).to(device)
@@ -101,11 +113,11 @@ def main() -> None:
                     model, x = (one.to(memory_format=torch.channels_last) for one in (model, x))
                 optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, nesterov=True)
                 if options is not None:
-                    kept.append(consequent.attach(optimizer, model, damping=0.03, **options))
+                    kept.append(consequent.attach(optimizer, model, **options))
                 step = training_step(model, optimizer, x, y)
                 kept.append((model, optimizer, step))
                 steps[name] = captured(step) if mode == "graph" else step
-            turns, length = (15, 30) if device == "cuda" else (15, 2)
+            turns, length = (15, 3 * PERIOD) if device == "cuda" else (9, PERIOD)
             row = {"work": title, "mode": mode, "entrants": measure(steps, device, turns, length)}
             record["rows"].append(row)
             shown = {name: f"{one['milliseconds']:.2f} ms, {one['ratio']:.2f}" for name, one in row["entrants"].items()}
