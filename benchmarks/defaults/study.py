@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gzip
 import json
 import math
 import multiprocessing
@@ -73,13 +74,25 @@ FULL = Scope()
 SMALL = Scope(QUICK, ("relative 0.1", "absolute 1"), seeds=(0,), steps=12, most_rates=2)
 
 
+def lines_of(path: pathlib.Path) -> list[str]:
+    """What a file holds, compressed or not; nothing if there is none."""
+    if not path.exists():
+        return []
+    if path.suffix == ".gz":
+        return gzip.decompress(path.read_bytes()).decode().splitlines()
+    return path.read_text().splitlines()
+
+
 class Results:
-    """Records in a file, one line of JSON each. A line that was cut off by a kill is passed over."""
+    """Records in a file, one line of JSON each. A line that was cut off by a kill is passed over.
+
+    A compressed file (``.gz``) is only read.
+    """
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
         self.records: dict[Run, Record] = {}
-        for line in path.read_text().splitlines() if path.exists() else ():
+        for line in lines_of(path):
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:
@@ -89,6 +102,8 @@ class Results:
 
     def append(self, records: Iterable[Record]) -> None:
         """Write records as they come, each at once."""
+        if self.path.suffix == ".gz":
+            raise ValueError(f"{self.path} is compressed and is only read: unpack it (gunzip -k), and add to that file")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b") as file:
             if file.tell():

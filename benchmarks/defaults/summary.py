@@ -1,10 +1,11 @@
 """Tables of what the runs came to, in Markdown. The measure is defined in the package's docstring."""
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from benchmarks.defaults.contestants import CONTESTANTS
+from benchmarks.defaults.contestants import CONTESTANTS, damping_for, with_bounds
 from benchmarks.defaults.study import TUNING_SEED, Record, Results, Run, Scope, stress
 
 LARGEST_RATIO = 100.0
@@ -125,15 +126,19 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def by_damping(judge: Judge, rates: dict[str, float] | None, seeds: Sequence[int]) -> str:
-    """The verdicts: a row for each damping, a column for each contestant."""
+    """The verdicts: a row for each damping, a column for each contestant, and their geometric mean."""
+
+    def row(title: str, cases: Iterable[tuple[str, str]]) -> list[object]:
+        found = [judge.verdict(name, damping, rates and rates[name], seeds) for name, damping in cases]
+        means = [verdict.mean for verdict in found if verdict.of_task]
+        return [title, *found, f"{statistics.geometric_mean(means):.2f}" if len(means) == len(found) else "–"]
+
     rows = [
-        [damping, *(judge.verdict(name, damping, rates and rates[name], seeds) for name in CORRECTED)]
-        for damping in judge.scope.dampings
+        row(damping, [(name, damping_for(name, damping)) for name in CORRECTED]) for damping in judge.scope.dampings
     ]
     if rates is not None:
-        plain = [CONTESTANTS[name].kin for name in CORRECTED]
-        rows.append(["plain", *(judge.verdict(name, "", rates[name], seeds) for name in plain)])
-    return table(["damping", *CORRECTED], rows)
+        rows.append(row("plain", [(CONTESTANTS[name].kin, "") for name in CORRECTED]))
+    return table(["damping", *CORRECTED, "all four"], rows)
 
 
 def by_rate(judge: Judge, contestant: str) -> str:
@@ -144,7 +149,7 @@ def by_rate(judge: Judge, contestant: str) -> str:
         found = judge.verdict(contestant, damping, rate, [TUNING_SEED])
         return f"{found.mean:.2f} ({found.worst[0]:.2g}; {found.diverged})" if found.of_task else "–"
 
-    dampings = judge.scope.dampings if CONTESTANTS[contestant].is_corrected else ("",)
+    dampings = dict.fromkeys(damping_for(contestant, damping) for damping in judge.scope.dampings)
     rows = [[damping or "plain", *(cell(damping, rate) for rate in rates)] for damping in dampings]
     return table([contestant, *(f"{rate:g}" for rate in rates)], rows)
 
@@ -163,7 +168,7 @@ def by_task(judge: Judge, damping: str) -> str:
     for task in judge.scope.tasks:
         row = [task]
         for name, contestant in CONTESTANTS.items():
-            of_case = damping if contestant.is_corrected else ""
+            of_case = damping_for(name, damping)
             rate = judge.tuned_rate(task, name, of_case)
             text = loss_text([judge.record(task, name, of_case, rate, seed) for seed in judge.scope.seeds])
             if contestant.is_corrected:
@@ -183,7 +188,7 @@ def learning_rates(judge: Judge, damping: str) -> str:
         row = [task]
         for name in CORRECTED:
             plain = judge.results.best_rate(judge.scope, task, CONTESTANTS[name].kin, "")
-            own = judge.results.best_rate(judge.scope, task, name, damping)
+            own = judge.results.best_rate(judge.scope, task, name, damping_for(name, damping))
             if plain is None or own is None:
                 row.append("–")
                 continue
@@ -197,19 +202,28 @@ def learning_rates(judge: Judge, damping: str) -> str:
     return table(["task", *(f"{CONTESTANTS[name].kin} → {name}" for name in CORRECTED)], rows)
 
 
+def with_each_bound(judge: Judge, rates: dict[str, float], damping: str) -> str:
+    """One rate for all tasks, without a bound and with each that was tried."""
+    scope = dataclasses.replace(judge.scope, dampings=with_bounds(damping))
+    return by_damping(Judge(scope, judge.results), rates, scope.seeds)
+
+
 def under_stress(judge: Judge, damping: str) -> str:
     """Ten times the best rate: how many runs ended in NaN or infinity, diverged, or still learned."""
-    runs = stress(judge.scope, judge.results, damping)
-    rows = []
+    rows: list[list[object]] = []
     for name in CORRECTED:
-        found = [judge.results.records.get(run) for run in runs if run.contestant == name]
-        records = [record for record in found if record is not None]
-        not_finite = sum(record["final"] is None for record in records)
-        diverged = sum(record["diverged"] for record in records)
-        learned = sum(not record["diverged"] and record["final"] < record["initial"] for record in records)
-        rows.append([name, len(records), not_finite, diverged - not_finite, len(records) - diverged - learned, learned])
-    head = ["", "runs", "NaN or infinite", "more than 10 × the first loss", "above the first loss", "below it"]
-    return table(head, rows)
+        for chosen in with_bounds(damping):
+            runs = [run for run in stress(judge.scope, judge.results, chosen) if run.contestant == name]
+            records = [judge.results.records[run] for run in runs if run in judge.results.records]
+            if not records:
+                continue
+            not_finite = sum(record["final"] is None for record in records)
+            diverged = sum(record["diverged"] for record in records)
+            learned = sum(not record["diverged"] and record["final"] < record["initial"] for record in records)
+            above = len(records) - diverged - learned
+            rows.append([name, chosen, len(records), not_finite, diverged - not_finite, above, learned])
+    losses = ["NaN or infinite", "more than 10 × the first loss", "above the first loss", "below it"]
+    return table(["", "damping", "runs", *losses], rows)
 
 
 def seconds(judge: Judge) -> str:
@@ -247,7 +261,9 @@ def tables(scope: Scope, results: Results, rates: dict[str, float], damping: str
         by_task(judge, damping),
         f"## Learning rates, {damping}, tuning seed {TUNING_SEED}",
         learning_rates(judge, damping),
-        f"## Ten times the best rate, {damping}, seeds {seeds}",
+        f"## The bound, one rate for all tasks, {damping.partition(', bound')[0]}, seeds {seeds}",
+        with_each_bound(judge, rates, damping),
+        f"## Ten times the best rate without a bound, {damping.partition(', bound')[0]}, seeds {seeds}",
         under_stress(judge, damping),
         "## Seconds for each run, medians",
         seconds(judge),

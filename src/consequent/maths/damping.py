@@ -67,4 +67,4 @@ class Damping:
         return f"{'relative_' if self.relative else ''}damping={self.value:g}"
 
 
-DEFAULT = Damping(0.1, relative=True)  # chosen by benchmarks/defaults.py
+DEFAULT = Damping(0.1, relative=True)  # chosen by benchmarks/defaults
