@@ -92,7 +92,16 @@ def damping_for(contestant: str, damping: str) -> str:
     """
     if not CONTESTANTS[contestant].is_corrected:
         return ""
-    return damping if CONTESTANTS[contestant].can_be_bounded else damping.partition(", bound")[0]
+    return damping if CONTESTANTS[contestant].can_be_bounded else unbounded(damping)
+
+
+def unbounded(damping: str) -> str:
+    """The damping without its bound.
+
+    >>> unbounded("relative 0.1, bound 0.2")
+    'relative 0.1'
+    """
+    return damping.partition(", bound")[0]
 
 
 def with_bounds(damping: str) -> tuple[str, ...]:
@@ -101,5 +110,4 @@ def with_bounds(damping: str) -> tuple[str, ...]:
     >>> with_bounds("relative 0.1, bound 0.2")[:2]
     ('relative 0.1', 'relative 0.1, bound 0.05')
     """
-    unbounded, _, _ = damping.partition(", bound")
-    return (unbounded, *(f"{unbounded}, bound {bound}" for bound in BOUNDS))
+    return (unbounded(damping), *(f"{unbounded(damping)}, bound {bound}" for bound in BOUNDS))

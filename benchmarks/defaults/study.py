@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 import consequent
-from benchmarks.defaults.contestants import CONTESTANTS, DAMPINGS, options_of
+from benchmarks.defaults.contestants import CONTESTANTS, DAMPINGS, options_of, unbounded
 from benchmarks.defaults.task import Task
 from benchmarks.defaults.tasks import QUICK, TASKS
 from consequent.reports.errors import StandstillError
@@ -225,11 +225,10 @@ def fixed(scope: Scope, rates: dict[str, float]) -> list[Run]:
 
 def stress(scope: Scope, results: Results, damping: str) -> list[Run]:
     """Ten times the best rate of the search, for the C- versions at one damping; a bound has the rates of none."""
-    unbounded, _, _ = damping.partition(", bound")
     found = []
     for task, contestant, _ in dataclasses.replace(scope, dampings=(damping,)).cases():
         if CONTESTANTS[contestant].is_corrected:
-            best = results.best_rate(scope, task, contestant, unbounded)
+            best = results.best_rate(scope, task, contestant, unbounded(damping))
             if best is not None:
                 found += [Run(task, contestant, damping, 10 * best, seed, scope.steps) for seed in scope.seeds]
     return found

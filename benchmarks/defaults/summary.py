@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from benchmarks.defaults.contestants import CONTESTANTS, damping_for, with_bounds
+from benchmarks.defaults.contestants import CONTESTANTS, damping_for, unbounded, with_bounds
 from benchmarks.defaults.study import TUNING_SEED, Record, Results, Run, Scope, stress
 
 LARGEST_RATIO = 100.0
@@ -156,27 +156,47 @@ def by_rate(judge: Judge, contestant: str) -> str:
 
 def loss_text(records: Sequence[Record | None]) -> str:
     """The geometric mean of final losses."""
-    finals = [record["final"] for record in records if record is not None and not record["diverged"]]
-    if not finals or len(finals) < len(records):
-        return f"{len(records) - len(finals)} of {len(records)} diverged or missing"
+    found = [record for record in records if record is not None]
+    finals = [record["final"] for record in found if not record["diverged"]]
+    if len(found) < len(records):
+        return f"{len(records) - len(found)} of {len(records)} missing"
+    if len(finals) < len(records):
+        return f"{len(records) - len(finals)} of {len(records)} diverged"
     return f"{math.exp(statistics.fmean(math.log(max(final, 1e-30)) for final in finals)):.3g}"
 
 
-def by_task(judge: Judge, damping: str) -> str:
-    """Final losses and ratios, each task with its tuned rates: geometric means over seeds."""
+def by_task(judge: Judge, damping: str, rates: dict[str, float] | None) -> str:
+    """Final losses and ratios, with one rate for all tasks or each with its tuned ones: geometric means over seeds."""
     rows = []
     for task in judge.scope.tasks:
         row = [task]
         for name, contestant in CONTESTANTS.items():
             of_case = damping_for(name, damping)
-            rate = judge.tuned_rate(task, name, of_case)
+            rate = judge.tuned_rate(task, name, of_case) if rates is None else rates[name]
             text = loss_text([judge.record(task, name, of_case, rate, seed) for seed in judge.scope.seeds])
             if contestant.is_corrected:
-                found = judge.verdict(name, of_case, None, judge.scope.seeds, [task])
+                found = judge.verdict(name, of_case, rate, judge.scope.seeds, [task])
                 text += f" (× {found.mean:.2f})" if found.of_task else ""
             row.append(text)
         rows.append(row)
     return table(["task", *CONTESTANTS], rows)
+
+
+def behind(judge: Judge, damping: str, rates: dict[str, float]) -> str:
+    """Where the C- versions lose to tuned plain: each task whose ratio is above 1, the worst first."""
+
+    def cell(name: str, damping: str, rate: float | None) -> str:
+        of_case = damping_for(name, damping)
+        found = [(task, judge.verdict(name, of_case, rate, judge.scope.seeds, [task])) for task in judge.scope.tasks]
+        lost = sorted(
+            ((verdict.mean, verdict.noise, task) for task, verdict in found if verdict.of_task and verdict.mean > 1),
+            reverse=True,
+        )
+        texts = [f"{task} {mean:.2f}" + (f" ×/÷ {noise:.2f}" if noise else "") for mean, noise, task in lost]
+        return f"{len(lost)} of {len(found)}: {', '.join(texts)}" if texts else f"none of {len(found)}"
+
+    rows = [[name, cell(name, unbounded(damping), None), cell(name, damping, rates[name])] for name in CORRECTED]
+    return table(["", f"each with its best rate, {unbounded(damping)}", f"one rate for all, {damping}"], rows)
 
 
 def learning_rates(judge: Judge, damping: str) -> str:
@@ -245,8 +265,9 @@ def seconds(judge: Judge) -> str:
 
 
 def tables(scope: Scope, results: Results, rates: dict[str, float], damping: str) -> str:
-    """The whole summary."""
+    """The whole summary. Rates are searched without a bound, and what has tuned rates has none."""
     judge = Judge(scope, results)
+    searched = unbounded(damping)
     seeds = ", ".join(map(str, scope.seeds))
     advised = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
     parts = [
@@ -257,13 +278,17 @@ def tables(scope: Scope, results: Results, rates: dict[str, float], damping: str
         by_damping(judge, rates, scope.seeds),
         f"## One rate for all tasks, tuning seed {TUNING_SEED}\n\nGeometric mean (worst task; how many diverged).",
         *(by_rate(judge, name) for name in CONTESTANTS),
-        f"## By task, {damping}, each with its best rate, seeds {seeds}\n\nFinal losses (÷ tuned plain).",
-        by_task(judge, damping),
-        f"## Learning rates, {damping}, tuning seed {TUNING_SEED}",
-        learning_rates(judge, damping),
-        f"## The bound, one rate for all tasks, {damping.partition(', bound')[0]}, seeds {seeds}",
+        f"## By task, {searched}, each with its best rate, seeds {seeds}\n\nFinal losses (÷ tuned plain).",
+        by_task(judge, searched, None),
+        f"## By task, {damping}, one rate for all tasks, seeds {seeds}\n\nFinal losses (÷ tuned plain).",
+        by_task(judge, damping, rates),
+        f"## Where C- versions lose to tuned plain, seeds {seeds}",
+        behind(judge, damping, rates),
+        f"## Learning rates, {searched}, tuning seed {TUNING_SEED}",
+        learning_rates(judge, searched),
+        f"## The bound, one rate for all tasks, {searched}, seeds {seeds}",
         with_each_bound(judge, rates, damping),
-        f"## Ten times the best rate without a bound, {damping.partition(', bound')[0]}, seeds {seeds}",
+        f"## Ten times the best rate without a bound, {searched}, seeds {seeds}",
         under_stress(judge, damping),
         "## Seconds for each run, medians",
         seconds(judge),
