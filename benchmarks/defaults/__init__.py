@@ -13,6 +13,8 @@ Each run is a line of JSON in ``--results`` (default: runs/defaults.jsonl). A ru
 a study that was killed goes on where it was. ``time`` runs every task once and says how long that took; ``--quick`` is
 a few tasks with a few steps, to see that all of it works.
 
+The runs that were made are kept in results/defaults.jsonl.gz, and told of in docs/defaults.md.
+
 The measure, fixed before any value was seen:
 
 * A run's *final loss* is the loss over a large fixed part of the training set after the last step. It *diverged* if the

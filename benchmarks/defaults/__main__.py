@@ -34,7 +34,7 @@ def parsed() -> argparse.Namespace:
         "--dampings", nargs="+", help="only these: 'relative 0.1', 'absolute 1', 'relative 0.1, bound 0.2'"
     )
     parser.add_argument("--contestants", nargs="+", choices=tuple(CONTESTANTS), help="only these")
-    parser.add_argument("--damping", default="relative 0.1", help="of stress, and of tables by task")
+    parser.add_argument("--damping", default="relative 0.1", help="of stress, of tables by task and of bounds")
     parser.add_argument("--rate", type=rate_of, nargs="+", default=[], help="rates of the stage fixed: c-sgd=0.1 …")
     parser.add_argument("--quick", action="store_true", help="a few tasks with a few steps")
     return parser.parse_args()

@@ -25,6 +25,7 @@ class Contestant:
         is_corrected: whether the correction is attached.
         plain: the plain optimisers that it is compared with; the better one counts.
         kin: the plain optimiser of the same kind, with which learning rates are compared.
+        can_be_bounded: whether ``bound`` means anything for it.
     """
 
     optimiser: Callable[[nn.Module, float], optim.Optimizer]
@@ -33,6 +34,7 @@ class Contestant:
     plain: tuple[str, ...]
     is_corrected: bool = True
     kin: str = ""
+    can_be_bounded: bool = True
 
 
 def sgd(model: nn.Module, rate: float) -> optim.Optimizer:
@@ -62,7 +64,7 @@ CONTESTANTS = {
     "c-sgd": Contestant(sgd, C_SGD_RATES, 0.1, plain=("sgd", "nesterov"), kin="sgd"),
     "c-momentum": Contestant(momentum, C_MOMENTUM_RATES, 0.01, plain=("sgd", "nesterov"), kin="nesterov"),
     "c-nesterov": Contestant(nesterov, C_MOMENTUM_RATES, 0.01, plain=("sgd", "nesterov"), kin="nesterov"),
-    "c-adam": Contestant(adam, ADAM_RATES, 1e-3, plain=("adam",), kin="adam"),
+    "c-adam": Contestant(adam, ADAM_RATES, 1e-3, plain=("adam",), kin="adam", can_be_bounded=False),
 }
 
 
@@ -78,3 +80,34 @@ def options_of(damping: str) -> dict[str, float | None]:
     kind, value = damping.split()
     name = {"relative": "relative_damping", "absolute": "damping"}[kind]
     return {"bound": float(bound) if bound else None, name: float(value)}
+
+
+def damping_for(contestant: str, damping: str) -> str:
+    """What a contestant is run with where this damping is meant: nothing if it is plain, no bound if it is Adam.
+
+    >>> damping_for("sgd", "relative 0.1, bound 0.2")
+    ''
+    >>> damping_for("c-adam", "relative 0.1, bound 0.2")
+    'relative 0.1'
+    """
+    if not CONTESTANTS[contestant].is_corrected:
+        return ""
+    return damping if CONTESTANTS[contestant].can_be_bounded else unbounded(damping)
+
+
+def unbounded(damping: str) -> str:
+    """The damping without its bound.
+
+    >>> unbounded("relative 0.1, bound 0.2")
+    'relative 0.1'
+    """
+    return damping.partition(", bound")[0]
+
+
+def with_bounds(damping: str) -> tuple[str, ...]:
+    """A damping without a bound, and with each of those that are tried.
+
+    >>> with_bounds("relative 0.1, bound 0.2")[:2]
+    ('relative 0.1', 'relative 0.1, bound 0.05')
+    """
+    return (unbounded(damping), *(f"{unbounded(damping)}, bound {bound}" for bound in BOUNDS))

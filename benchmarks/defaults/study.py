@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gzip
 import json
 import math
 import multiprocessing
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 import consequent
-from benchmarks.defaults.contestants import CONTESTANTS, DAMPINGS, options_of
+from benchmarks.defaults.contestants import CONTESTANTS, DAMPINGS, options_of, unbounded
 from benchmarks.defaults.task import Task
 from benchmarks.defaults.tasks import QUICK, TASKS
 from consequent.reports.errors import StandstillError
@@ -73,13 +74,25 @@ FULL = Scope()
 SMALL = Scope(QUICK, ("relative 0.1", "absolute 1"), seeds=(0,), steps=12, most_rates=2)
 
 
+def lines_of(path: pathlib.Path) -> list[str]:
+    """What a file holds, compressed or not; nothing if there is none."""
+    if not path.exists():
+        return []
+    if path.suffix == ".gz":
+        return gzip.decompress(path.read_bytes()).decode().splitlines()
+    return path.read_text().splitlines()
+
+
 class Results:
-    """Records in a file, one line of JSON each. A line that was cut off by a kill is passed over."""
+    """Records in a file, one line of JSON each. A line that was cut off by a kill is passed over.
+
+    A compressed file (``.gz``) is only read.
+    """
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
         self.records: dict[Run, Record] = {}
-        for line in path.read_text().splitlines() if path.exists() else ():
+        for line in lines_of(path):
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:
@@ -89,6 +102,8 @@ class Results:
 
     def append(self, records: Iterable[Record]) -> None:
         """Write records as they come, each at once."""
+        if self.path.suffix == ".gz":
+            raise ValueError(f"{self.path} is compressed and is only read: unpack it (gunzip -k), and add to that file")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b") as file:
             if file.tell():
@@ -210,11 +225,10 @@ def fixed(scope: Scope, rates: dict[str, float]) -> list[Run]:
 
 def stress(scope: Scope, results: Results, damping: str) -> list[Run]:
     """Ten times the best rate of the search, for the C- versions at one damping; a bound has the rates of none."""
-    unbounded, _, _ = damping.partition(", bound")
     found = []
     for task, contestant, _ in dataclasses.replace(scope, dampings=(damping,)).cases():
         if CONTESTANTS[contestant].is_corrected:
-            best = results.best_rate(scope, task, contestant, unbounded)
+            best = results.best_rate(scope, task, contestant, unbounded(damping))
             if best is not None:
                 found += [Run(task, contestant, damping, 10 * best, seed, scope.steps) for seed in scope.seeds]
     return found

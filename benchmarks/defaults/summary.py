@@ -1,10 +1,11 @@
 """Tables of what the runs came to, in Markdown. The measure is defined in the package's docstring."""
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from benchmarks.defaults.contestants import CONTESTANTS
+from benchmarks.defaults.contestants import CONTESTANTS, damping_for, unbounded, with_bounds
 from benchmarks.defaults.study import TUNING_SEED, Record, Results, Run, Scope, stress
 
 LARGEST_RATIO = 100.0
@@ -125,15 +126,19 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def by_damping(judge: Judge, rates: dict[str, float] | None, seeds: Sequence[int]) -> str:
-    """The verdicts: a row for each damping, a column for each contestant."""
+    """The verdicts: a row for each damping, a column for each contestant, and their geometric mean."""
+
+    def row(title: str, cases: Iterable[tuple[str, str]]) -> list[object]:
+        found = [judge.verdict(name, damping, rates and rates[name], seeds) for name, damping in cases]
+        means = [verdict.mean for verdict in found if verdict.of_task]
+        return [title, *found, f"{statistics.geometric_mean(means):.2f}" if len(means) == len(found) else "–"]
+
     rows = [
-        [damping, *(judge.verdict(name, damping, rates and rates[name], seeds) for name in CORRECTED)]
-        for damping in judge.scope.dampings
+        row(damping, [(name, damping_for(name, damping)) for name in CORRECTED]) for damping in judge.scope.dampings
     ]
     if rates is not None:
-        plain = [CONTESTANTS[name].kin for name in CORRECTED]
-        rows.append(["plain", *(judge.verdict(name, "", rates[name], seeds) for name in plain)])
-    return table(["damping", *CORRECTED], rows)
+        rows.append(row("plain", [(CONTESTANTS[name].kin, "") for name in CORRECTED]))
+    return table(["damping", *CORRECTED, "all four"], rows)
 
 
 def by_rate(judge: Judge, contestant: str) -> str:
@@ -144,34 +149,54 @@ def by_rate(judge: Judge, contestant: str) -> str:
         found = judge.verdict(contestant, damping, rate, [TUNING_SEED])
         return f"{found.mean:.2f} ({found.worst[0]:.2g}; {found.diverged})" if found.of_task else "–"
 
-    dampings = judge.scope.dampings if CONTESTANTS[contestant].is_corrected else ("",)
+    dampings = dict.fromkeys(damping_for(contestant, damping) for damping in judge.scope.dampings)
     rows = [[damping or "plain", *(cell(damping, rate) for rate in rates)] for damping in dampings]
     return table([contestant, *(f"{rate:g}" for rate in rates)], rows)
 
 
 def loss_text(records: Sequence[Record | None]) -> str:
     """The geometric mean of final losses."""
-    finals = [record["final"] for record in records if record is not None and not record["diverged"]]
-    if not finals or len(finals) < len(records):
-        return f"{len(records) - len(finals)} of {len(records)} diverged or missing"
+    found = [record for record in records if record is not None]
+    finals = [record["final"] for record in found if not record["diverged"]]
+    if len(found) < len(records):
+        return f"{len(records) - len(found)} of {len(records)} missing"
+    if len(finals) < len(records):
+        return f"{len(records) - len(finals)} of {len(records)} diverged"
     return f"{math.exp(statistics.fmean(math.log(max(final, 1e-30)) for final in finals)):.3g}"
 
 
-def by_task(judge: Judge, damping: str) -> str:
-    """Final losses and ratios, each task with its tuned rates: geometric means over seeds."""
+def by_task(judge: Judge, damping: str, rates: dict[str, float] | None) -> str:
+    """Final losses and ratios, with one rate for all tasks or each with its tuned ones: geometric means over seeds."""
     rows = []
     for task in judge.scope.tasks:
         row = [task]
         for name, contestant in CONTESTANTS.items():
-            of_case = damping if contestant.is_corrected else ""
-            rate = judge.tuned_rate(task, name, of_case)
+            of_case = damping_for(name, damping)
+            rate = judge.tuned_rate(task, name, of_case) if rates is None else rates[name]
             text = loss_text([judge.record(task, name, of_case, rate, seed) for seed in judge.scope.seeds])
             if contestant.is_corrected:
-                found = judge.verdict(name, of_case, None, judge.scope.seeds, [task])
+                found = judge.verdict(name, of_case, rate, judge.scope.seeds, [task])
                 text += f" (× {found.mean:.2f})" if found.of_task else ""
             row.append(text)
         rows.append(row)
     return table(["task", *CONTESTANTS], rows)
+
+
+def behind(judge: Judge, damping: str, rates: dict[str, float]) -> str:
+    """Where the C- versions lose to tuned plain: each task whose ratio is above 1, the worst first."""
+
+    def cell(name: str, damping: str, rate: float | None) -> str:
+        of_case = damping_for(name, damping)
+        found = [(task, judge.verdict(name, of_case, rate, judge.scope.seeds, [task])) for task in judge.scope.tasks]
+        lost = sorted(
+            ((verdict.mean, verdict.noise, task) for task, verdict in found if verdict.of_task and verdict.mean > 1),
+            reverse=True,
+        )
+        texts = [f"{task} {mean:.2f}" + (f" ×/÷ {noise:.2f}" if noise else "") for mean, noise, task in lost]
+        return f"{len(lost)} of {len(found)}: {', '.join(texts)}" if texts else f"none of {len(found)}"
+
+    rows = [[name, cell(name, unbounded(damping), None), cell(name, damping, rates[name])] for name in CORRECTED]
+    return table(["", f"each with its best rate, {unbounded(damping)}", f"one rate for all, {damping}"], rows)
 
 
 def learning_rates(judge: Judge, damping: str) -> str:
@@ -183,7 +208,7 @@ def learning_rates(judge: Judge, damping: str) -> str:
         row = [task]
         for name in CORRECTED:
             plain = judge.results.best_rate(judge.scope, task, CONTESTANTS[name].kin, "")
-            own = judge.results.best_rate(judge.scope, task, name, damping)
+            own = judge.results.best_rate(judge.scope, task, name, damping_for(name, damping))
             if plain is None or own is None:
                 row.append("–")
                 continue
@@ -197,19 +222,28 @@ def learning_rates(judge: Judge, damping: str) -> str:
     return table(["task", *(f"{CONTESTANTS[name].kin} → {name}" for name in CORRECTED)], rows)
 
 
+def with_each_bound(judge: Judge, rates: dict[str, float], damping: str) -> str:
+    """One rate for all tasks, without a bound and with each that was tried."""
+    scope = dataclasses.replace(judge.scope, dampings=with_bounds(damping))
+    return by_damping(Judge(scope, judge.results), rates, scope.seeds)
+
+
 def under_stress(judge: Judge, damping: str) -> str:
     """Ten times the best rate: how many runs ended in NaN or infinity, diverged, or still learned."""
-    runs = stress(judge.scope, judge.results, damping)
-    rows = []
+    rows: list[list[object]] = []
     for name in CORRECTED:
-        found = [judge.results.records.get(run) for run in runs if run.contestant == name]
-        records = [record for record in found if record is not None]
-        not_finite = sum(record["final"] is None for record in records)
-        diverged = sum(record["diverged"] for record in records)
-        learned = sum(not record["diverged"] and record["final"] < record["initial"] for record in records)
-        rows.append([name, len(records), not_finite, diverged - not_finite, len(records) - diverged - learned, learned])
-    head = ["", "runs", "NaN or infinite", "more than 10 × the first loss", "above the first loss", "below it"]
-    return table(head, rows)
+        for chosen in with_bounds(damping):
+            runs = [run for run in stress(judge.scope, judge.results, chosen) if run.contestant == name]
+            records = [judge.results.records[run] for run in runs if run in judge.results.records]
+            if not records:
+                continue
+            not_finite = sum(record["final"] is None for record in records)
+            diverged = sum(record["diverged"] for record in records)
+            learned = sum(not record["diverged"] and record["final"] < record["initial"] for record in records)
+            above = len(records) - diverged - learned
+            rows.append([name, chosen, len(records), not_finite, diverged - not_finite, above, learned])
+    losses = ["NaN or infinite", "more than 10 × the first loss", "above the first loss", "below it"]
+    return table(["", "damping", "runs", *losses], rows)
 
 
 def seconds(judge: Judge) -> str:
@@ -231,8 +265,9 @@ def seconds(judge: Judge) -> str:
 
 
 def tables(scope: Scope, results: Results, rates: dict[str, float], damping: str) -> str:
-    """The whole summary."""
+    """The whole summary. Rates are searched without a bound, and what has tuned rates has none."""
     judge = Judge(scope, results)
+    searched = unbounded(damping)
     seeds = ", ".join(map(str, scope.seeds))
     advised = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
     parts = [
@@ -243,11 +278,17 @@ def tables(scope: Scope, results: Results, rates: dict[str, float], damping: str
         by_damping(judge, rates, scope.seeds),
         f"## One rate for all tasks, tuning seed {TUNING_SEED}\n\nGeometric mean (worst task; how many diverged).",
         *(by_rate(judge, name) for name in CONTESTANTS),
-        f"## By task, {damping}, each with its best rate, seeds {seeds}\n\nFinal losses (÷ tuned plain).",
-        by_task(judge, damping),
-        f"## Learning rates, {damping}, tuning seed {TUNING_SEED}",
-        learning_rates(judge, damping),
-        f"## Ten times the best rate, {damping}, seeds {seeds}",
+        f"## By task, {searched}, each with its best rate, seeds {seeds}\n\nFinal losses (÷ tuned plain).",
+        by_task(judge, searched, None),
+        f"## By task, {damping}, one rate for all tasks, seeds {seeds}\n\nFinal losses (÷ tuned plain).",
+        by_task(judge, damping, rates),
+        f"## Where C- versions lose to tuned plain, seeds {seeds}",
+        behind(judge, damping, rates),
+        f"## Learning rates, {searched}, tuning seed {TUNING_SEED}",
+        learning_rates(judge, searched),
+        f"## The bound, one rate for all tasks, {searched}, seeds {seeds}",
+        with_each_bound(judge, rates, damping),
+        f"## Ten times the best rate without a bound, {searched}, seeds {seeds}",
         under_stress(judge, damping),
         "## Seconds for each run, medians",
         seconds(judge),

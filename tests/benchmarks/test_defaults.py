@@ -1,5 +1,6 @@
 """The study that chooses the defaults: it runs, goes on where it was, repeats itself, and judges as it says."""
 
+import gzip
 import json
 import sys
 
@@ -21,7 +22,7 @@ def test_all_stages_and_the_tables(monkeypatch, capsys, tmp_path):
     path = tmp_path / "runs.jsonl"
     out = run(monkeypatch, capsys, path, "search", "confirm", "fixed", "stress", "summary")
     tables = out[out.index("## Each task") :]
-    assert tables.count("\n## ") == 6
+    assert tables.count("\n## ") == 9
     assert "**" in tables
     assert "missing" not in tables
     lines = path.read_text().splitlines()
@@ -34,6 +35,12 @@ def test_all_stages_and_the_tables(monkeypatch, capsys, tmp_path):
     assert ", 1 of them still to be made" in run(monkeypatch, capsys, path, *stages)
     assert ", 1 of them" not in run(monkeypatch, capsys, path, *stages)
     assert len(study.Results(path).records) == len(records)
+
+    compressed = tmp_path / "runs.jsonl.gz"
+    compressed.write_bytes(gzip.compress(path.read_bytes()))
+    assert study.Results(compressed).records == study.Results(path).records
+    with pytest.raises(ValueError, match=r"runs\.jsonl\.gz is compressed and is only read"):
+        study.Results(compressed).append([])
 
 
 @pytest.mark.parametrize("name", TASKS)

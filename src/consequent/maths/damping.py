@@ -68,4 +68,4 @@ class Damping:
         return f"{'relative_' if self.relative else ''}damping={self.value:g}"
 
 
-DEFAULT = Damping(0.1, relative=True)  # chosen by benchmarks/defaults
+DEFAULT = Damping(0.1, relative=True)  # what speaks for and against it: docs/defaults.md

@@ -1,0 +1,223 @@
+"""What docs/defaults.md and the README say of the study of defaults is what results/defaults.jsonl.gz gives."""
+
+import dataclasses
+import pathlib
+import re
+import statistics
+
+import pytest
+
+from benchmarks.defaults import study, summary
+from benchmarks.defaults.contestants import CONTESTANTS
+from consequent.maths.bound import DEFAULT as BOUND
+from consequent.maths.damping import DEFAULT
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "defaults.md").read_text()
+PROSE = " ".join(PAGE.split())
+README = " ".join((ROOT / "README.md").read_text().split())
+
+DAMPING = f"relative {DEFAULT.value:g}"
+BOUNDED = f"{DAMPING}, bound {BOUND:g}"
+RATES = {name: contestant.advised for name, contestant in CONTESTANTS.items()}
+OF_SGD = ("c-sgd", "c-momentum", "c-nesterov")
+
+
+@pytest.fixture(scope="module")
+def judge():
+    return summary.Judge(study.FULL, study.Results(ROOT / "results" / "defaults.jsonl.gz"))
+
+
+def numbers(pattern, text=PROSE):
+    """All the groups of the one place where a pattern is found, as numbers."""
+    (found,) = re.findall(pattern, text)
+    return [float(number) for number in ([found] if isinstance(found, str) else found)]
+
+
+def rounded(value, digits=2):
+    return float(f"{value:.{digits}f}")
+
+
+def of_all_four(judge, damping, rates, names=summary.CORRECTED, seeds=study.SEEDS):
+    """The geometric mean over contestants of their verdicts."""
+    verdicts = [judge.verdict(name, damping, rates and rates[name], seeds) for name in names]
+    assert not any(verdict.missing for verdict in verdicts)
+    return statistics.geometric_mean(verdict.mean for verdict in verdicts)
+
+
+def best_single_rates(judge, damping):
+    """For each contestant: the lowest verdict at one rate for all tasks with the tuning seed, and that rate."""
+    return [
+        min((judge.verdict(name, damping, rate, [study.TUNING_SEED]).mean, rate) for rate in study.FULL.rates(name))
+        for name in summary.CORRECTED
+    ]
+
+
+def test_the_tables_are_those_of_the_summary(judge):
+    default = summary.Judge(dataclasses.replace(study.FULL, dampings=(DAMPING,)), judge.results)
+    tables = [
+        summary.by_damping(judge, None, study.SEEDS),
+        summary.by_damping(judge, RATES, study.SEEDS),
+        summary.with_each_bound(judge, RATES, BOUNDED),
+        summary.under_stress(judge, BOUNDED),
+        summary.by_task(judge, DAMPING, None),
+        summary.by_task(judge, BOUNDED, RATES),
+        summary.behind(judge, BOUNDED, RATES),
+        summary.learning_rates(judge, DAMPING),
+        *(summary.by_rate(default, name) for name in CONTESTANTS),
+    ]
+    for table in tables:
+        assert "missing" not in table
+        assert table in PAGE, table
+    assert sum(table.count("\n") + 1 for table in tables) == sum(line.startswith("|") for line in PAGE.splitlines())
+
+
+def test_what_is_said_of_the_damping(judge):
+    some = [f"relative {rho}" for rho in (0.03, 0.1, 0.2, 0.3)]
+    said = numbers(r"differ by about the noise: (\S+), (\S+), (\S+) and (\S+) for all four")
+    assert said == [rounded(of_all_four(judge, damping, None)) for damping in some]
+    low, default = "relative 0.03", "relative 0.1"
+    assert numbers(r"better than the default 0\.1\*\*, (\S+) against (\S+), and with every") == [
+        rounded(of_all_four(judge, damping, RATES)) for damping in (low, default)
+    ]
+    for seed in study.SEEDS:
+        by_damping = [of_all_four(judge, damping, RATES, seeds=[seed]) for damping in (low, default)]
+        assert by_damping[0] < by_damping[1]
+    assert numbers(r"gain, (\S+) against (\S+) for the three together; C-Adam loses, (\S+) against ([\d.]+)\. ") == [
+        rounded(of_all_four(judge, damping, RATES, names))
+        for names in (OF_SGD, ["c-adam"])
+        for damping in (low, default)
+    ]
+    best = {damping: best_single_rates(judge, damping) for damping in (low, default)}
+    advised = [RATES[name] for name in summary.CORRECTED[:3]]
+    assert [rate for _, rate in best[default][:3]] == pytest.approx([3 * rate for rate in advised])
+    assert [rate for _, rate in best[low][:3]] == advised
+    assert numbers(r"0\.1 has (\S+) and 0\.03 has (\S+), which is no") == [
+        rounded(statistics.geometric_mean(mean for mean, _ in best[damping])) for damping in (default, low)
+    ]
+
+
+def test_what_is_said_of_the_former_default(judge):
+    said = numbers(r"either way \((\S+) tuned, (\S+) at one rate\).*?: (\d+) of (\d+), against (\d+) with ρ = 0\.1\.")
+    former = "absolute 0.01"
+    for rates in (None, RATES):
+        means = sorted(of_all_four(judge, damping, rates) for damping in study.DAMPINGS)
+        assert of_all_four(judge, former, rates) >= means[-2]
+
+    def diverged(damping):
+        return sum(judge.verdict(name, damping, RATES[name], study.SEEDS).diverged for name in summary.CORRECTED)
+
+    assert diverged(former) == max(map(diverged, study.DAMPINGS))
+    runs = len(summary.CORRECTED) * len(study.FULL.tasks) * len(study.SEEDS)
+    means = [rounded(of_all_four(judge, former, rates)) for rates in (None, RATES)]
+    assert said == [*means, diverged(former), runs, diverged(DAMPING)]
+
+
+def test_what_is_said_of_the_bound(judge):
+    def endings(damping):
+        runs = [run for run in study.stress(study.FULL, judge.results, damping) if run.contestant in OF_SGD]
+        records = [judge.results.records[run] for run in runs]
+        not_finite = sum(record["final"] is None for record in records)
+        diverged = sum(record["diverged"] for record in records)
+        below = sum(not record["diverged"] and record["final"] < record["initial"] for record in records)
+        return len(records), not_finite, diverged - not_finite, below
+
+    runs, not_finite, above, _ = endings(DAMPING)
+    assert numbers(r"Without a bound (\d+) of (\d+) such runs .*? and (\d+) more above") == [not_finite, runs, above]
+    assert numbers(r"best rate (\d+) of (\d+) runs ended in NaN without it and none with it", README) == [
+        not_finite,
+        runs,
+    ]
+    runs, not_finite, above, below = endings(BOUNDED)
+    assert (not_finite, above) == (0, 0)
+    assert numbers(r"none does, (\d+) of (\d+) end below their first loss and (\d+) above it") == [
+        below,
+        runs,
+        runs - below,
+    ]
+    assert numbers(r"\((\d+) of \d+ with 0\.05\)") == [endings(f"{DAMPING}, bound 0.05")[3]]
+
+    bounds = [f"{DAMPING}, bound {bound}" for bound in (0.05, 0.1, 0.2, 0.4)]
+    adam = judge.verdict("c-adam", DAMPING, RATES["c-adam"], study.SEEDS).mean
+    means = [of_all_four(judge, damping, RATES, OF_SGD) ** 0.75 * adam**0.25 for damping in bounds]
+    assert min(means) == means[bounds.index(BOUNDED)]
+    assert numbers(r"0\.1, 0\.2 and 0\.4 have (\S+), (\S+) and (\S+)\. ") == [rounded(mean) for mean in means[1:]]
+
+
+def ratio(judge, name, task, damping=DAMPING):
+    return judge.verdict(name, damping, None, study.SEEDS, [task]).mean
+
+
+def test_where_the_c_versions_are_said_to_lose(judge):
+    said = numbers(r"end at (\d+), (\d+) and (\d+) times the loss of tuned plain, C-Adam at (\d+) times")
+    assert said == [rounded(ratio(judge, name, "pinn"), 0) for name in (*OF_SGD, "c-adam")]
+    for name in ("c-sgd", "c-nesterov"):
+        assert judge.tuned_rate("pinn", name, DAMPING) == study.FULL.rates(name)[0]
+    (count,) = numbers(r"behind on (\d+) of 16 tasks\. It is compared")
+    assert count == sum(ratio(judge, "c-sgd", task) > 1 for task in study.FULL.tasks)
+    best = [summary.tuned_plain(study.FULL, judge.results, task, ("sgd", "nesterov")) for task in study.FULL.tasks]
+    assert numbers(r"which is Nesterov on (\d+) of 16") == [sum(name == "nesterov" for name, _ in best)]
+    said = numbers(r"tuned rates \((\S+) and (\S+); (\S+) and (\S+)\)")
+    tasks = ("signals", "gpt-characters")
+    assert said == [rounded(ratio(judge, name, task)) for task in tasks for name in ("c-momentum", "c-nesterov")]
+    behind = {task for task in study.FULL.tasks if ratio(judge, "c-adam", task) > 1}
+    named = ("pinn", "smooth-function", "digits-resnet-bn")
+    assert behind == set(named)
+    for text in (PROSE, README):
+        found = numbers(
+            r"the PINN \((\S+)\), the smooth function \((\S+)\) and the ResNet with BatchNorm \((\S+)\)", text
+        )
+        assert found == [rounded(ratio(judge, "c-adam", task)) for task in named]
+    at_one_rate = [
+        judge.verdict(name, damping, 1e-3, study.SEEDS) for name, damping in (("c-adam", DAMPING), ("adam", ""))
+    ]
+    assert numbers(r"worse than Adam at 0\.001\*\*, (\S+) against ([\d.]+):") == [
+        rounded(found.mean) for found in at_one_rate
+    ]
+
+
+def test_how_much_longer_c_runs_took(judge):
+    rows = [line.strip("| ").split(" | ") for line in summary.seconds(judge).splitlines()[2:]]
+    ratios = [float(corrected) / float(plain) for _, plain, corrected in rows]
+    assert numbers(r"took (\S+) to (\S+) times the processor time") == [
+        rounded(min(ratios), 1),
+        rounded(max(ratios), 1),
+    ]
+
+
+def test_what_is_said_of_learning_rates(judge):
+    chosen = {
+        task: judge.results.best_rate(study.FULL, task, "nesterov", "")
+        for task in study.FULL.tasks
+        if judge.results.best_rate(study.FULL, task, "c-nesterov", DAMPING) == 0.03
+    }
+    said = numbers(
+        r"on (\d+) of 16 tasks C-Nesterov's best was 0\.03, where Nesterov's was anything from (\S+) to ([\d.]+)\. "
+    )
+    assert said == [len(chosen), min(chosen.values()), max(chosen.values())]
+    said = numbers(r"\(the autoencoder: SGD (\S+), C-SGD ([\d.]+)\)")
+    assert said == [
+        judge.tuned_rate("autoencoder", name, damping) for name, damping in (("sgd", ""), ("c-sgd", DAMPING))
+    ]
+
+
+def test_the_readmes_rates_are_those_of_the_study(judge):
+    text = (ROOT / "README.md").read_text()
+    table = text.split("| my rate is |")[1].split("\n\n")[0]
+    seen = 0
+    name = ""
+    for row, first in zip(table.splitlines()[2:], ("C-SGD", "C-Nesterov", "C-Adam"), strict=True):
+        because = row.strip("| ").split(" | ")[2]
+        name = first
+        for word, verdict, rate in re.findall(r"(?:(C-\w+|Adam) )?([\d.]+) at ([\d.]+)", because):
+            name = word or name
+            damping = "" if name == "Adam" else DAMPING
+            found = judge.verdict(name.lower(), damping, float(rate), [study.TUNING_SEED])
+            assert (found.missing, float(verdict)) == (0, rounded(found.mean)), (name, rate)
+            seen += 1
+    assert seen == table.count(" at ") == 15
+    medians = (
+        summary.learning_rates(judge, DAMPING).split("**median of the quotient** | ")[1].split(" |\n")[0].split(" | ")
+    )
+    sgd, momentum, nesterov, adam = medians
+    assert re.findall(r"best rates: (.*?) of", table) == [sgd, f"{nesterov} and {momentum}", adam]
