@@ -6,7 +6,6 @@ once, its gradient what its inputs explain, a matrix that can be factorised with
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -31,35 +30,32 @@ class Grouped(WritesOneByOne):
 
     def solve(self, works: Sequence[Work]) -> list[Solution]:
         """Solutions for those of the works that are the usual case."""
-        groups: dict[tuple[int, bool, torch.dtype, Damping, float], list[tuple[Record, RowMatrices]]] = {}
-        for record, damping, _, scale, _ in works:
-            rows = record.statistic
-            if not isinstance(rows, Rows) or not _is_usual(record) or damping.value == 0:
+        groups: dict[tuple[int, bool, torch.dtype, Damping], list[tuple[Work, RowMatrices]]] = {}
+        for work in works:
+            rows = work.record.statistic
+            if not isinstance(rows, Rows) or not _is_usual(work.record) or work.damping.value == 0:
                 continue
-            use = record.first_use
-            key = (use.rows, use.bias is not None, use.dtype, damping, scale)
-            groups.setdefault(key, []).append((record, rows.matrices()))
+            use = work.record.first_use
+            key = (use.rows, use.bias is not None, use.dtype, work.damping)
+            groups.setdefault(key, []).append((work, rows.matrices()))
         solutions = []
-        for (count, has_bias, dtype, damping, scale), matrices in groups.items():
-            if len(matrices) < FEWEST:
+        for (count, has_bias, dtype, damping), pairs in groups.items():
+            if len(pairs) < FEWEST:
                 continue
-            factors = factors_of_gradients(matrices)
+            factors = factors_of_gradients([(work.record, rows) for work, rows in pairs])
             members = [
-                _Member(*pair, factor) for pair, factor in zip(matrices, factors, strict=True) if factor is not None
+                _Member(*pair, factor) for pair, factor in zip(pairs, factors, strict=True) if factor is not None
             ]
             if members:
-                constant = torch.full((count, count), float(has_bias), dtype=dtype, device="cpu")
-                if not damping.relative:
-                    constant.diagonal().add_(damping.value)
-                solved = _solutions_of_group(members, constant, damping)
-                solutions += [replace(solution, scale=scale) for solution in solved]
+                ones = torch.full((count, count), float(has_bias), dtype=dtype, device="cpu")
+                solutions += _solutions_of_group(members, ones, damping)
         return solutions
 
 
 class _Member(NamedTuple):
     """A layer of a group."""
 
-    record: Record
+    work: Work
     rows: RowMatrices
     factor: float | Tensor  # by which its gradient differs from ΔZᵀX
 
@@ -80,41 +76,44 @@ def _is_usual(record: Record) -> bool:
     )
 
 
-def _solutions_of_group(members: list[_Member], constant: Tensor, damping: Damping) -> list[Solution]:
+def _solutions_of_group(members: list[_Member], ones: Tensor, damping: Damping) -> list[Solution]:
     """Solve for members of one batch size.
 
     Args:
         members: the layers.
-        constant: what ``X Xᵀ`` of the features lacks: the ones of a bias, and λ on the diagonal if it is absolute.
+        ones: what ``X Xᵀ`` of the features lacks, that of the bias's column.
         damping: λ.
     """
-    damped = constant.new_empty(len(members), *constant.shape)
-    levels = [] if damping.relative else [damping.value] * len(members)
+    damped = ones.new_empty(len(members), *ones.shape)
     for target, member in zip(damped.unbind(), members, strict=True):
         assert member.rows.features is not None
         X = member.rows.features[0]
-        torch.addmm(constant, X, X.mT, out=target)
-        if damping.relative:
-            level = damping.level(*member.rows.size).at(target.trace()).item()
-            target.diagonal().add_(level)
-            levels.append(level)
+        torch.addmm(ones, X, X.mT, out=target)
+    traces = trace_of(damped).tolist()
+    levels = [damping.level(*member.rows.size).of(trace) for member, trace in zip(members, traces, strict=True)]
+    damped.diagonal(dim1=-2, dim2=-1).add_(torch.tensor(levels, dtype=damped.dtype)[:, None])
     factors, info = torch.linalg.cholesky_ex(damped)
     good = keeps_digits(damped, factors).logical_and_(info == 0).tolist()
-    identity = torch.eye(len(constant), dtype=constant.dtype, device="cpu")
+    identity = torch.eye(len(ones), dtype=ones.dtype, device="cpu")
     inverses = torch.linalg.solve_triangular(factors, identity, upper=False)
+    norms = torch.stack(torch._foreach_norm([member.rows.output_grads for member in members])).tolist()
     solutions = []
-    traces = trace_of(damped).tolist()
-    for (record, rows, factor), inverse, is_good, level, trace in zip(
-        members, inverses.unbind(), good, levels, traces, strict=True
+    for (work, rows, factor), inverse, is_good, level, trace, norm in zip(
+        members, inverses.unbind(), good, levels, traces, norms, strict=True
     ):
         if not is_good:
             continue
         coefficients = inverse.mT @ (inverse @ rows.output_grads[0])
-        energy = energy_of(coefficients, rows.output_grads[0], level).item()
+        # ⟨U, G⟩ is at most ‖ΔZ‖². Only where that is too much it is asked for.
+        most, change = change_of(work.record, (norm * float(factor)) ** 2, trace), None
+        if work.limit is not None and not most.is_within(work.limit):
+            energy = energy_of(coefficients, rows.output_grads[0], level).item() * float(factor) ** 2
+            change = most._replace(energy=energy)
         if factor != 1.0:
             coefficients *= factor
-            energy *= float(factor) ** 2
         finite = math.isfinite(coefficients.sum().item())
-        change = change_of(record, energy, trace - len(constant) * level)
-        solutions.append(Solution(record, "samples", finite, coefficients=coefficients[None], rows=rows, change=change))
+        coefficients = coefficients[None]
+        solution = Solution(work.record, "samples", finite, coefficients=coefficients, rows=rows, change=change)
+        solution.scale = work.scale
+        solutions.append(solution)
     return solutions

@@ -36,6 +36,10 @@ class Change(NamedTuple):
     trace: float | Tensor
     outputs_per_column: float
 
+    def is_within(self, limit: float) -> bool:
+        """Whether it need not be shortened. Looks at the numbers."""
+        return not float(self.energy) > limit**2 * float(self.trace) * self.outputs_per_column
+
 
 def shortening(change: Change, limit: float) -> float:
     """What the new gradient is multiplied by: 1 unless it would change the outputs too much. Looks at the numbers.

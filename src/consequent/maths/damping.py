@@ -24,6 +24,10 @@ class Level:
         """λ for a matrix ``[..., n, n]``: a number, or a tensor that broadcasts with it."""
         return self.at(matrix.diagonal(dim1=-2, dim2=-1).sum(-1))[..., None, None] if self.of_trace else self.value
 
+    def of(self, trace: float) -> float:
+        """λ for a matrix of this trace."""
+        return (self.value * trace if trace > 0 else 1.0) if self.of_trace else self.value
+
     def at(self, trace: Tensor) -> Tensor:
         """λ for matrices of these traces, in their shape."""
         return torch.where(trace > 0, self.value * trace, 1) if self.of_trace else torch.full_like(trace, self.value)
