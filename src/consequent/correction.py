@@ -160,9 +160,9 @@ class Consequentialism:
         refresh: T: their average is refreshed and factorised anew at every T-th step only; the steps in between cost
             little more than plain ones. Both need ``at="step"`` and cannot be in a CUDA graph.
         bound: by what fraction of their size one step may change a layer's outputs on its own mini-batch, so that too
-            high a learning rate ends in a slow run and not in NaN. For SGD with and without momentum, whose steps are
-            proportional to the gradient, with ``at="step"``, and where more than one layer is corrected; Adam and its
-            like bound their steps themselves. What it shortens is counted (``counters.bounded``). None: no bound, as in
+            high a learning rate ends in a slow run and not in NaN. For :class:`torch.optim.SGD`, whose steps are
+            proportional to the gradient, with ``at="step"``, and where more than one layer is corrected; others are
+            left alone. What it shortens is counted (``counters.bounded``). None: no bound, as in
             the paper.
         check: raise on NaN, inf or a failed factorisation instead of counting it. On a GPU this waits for the device.
         foresight: keep what :meth:`foresight` needs. Costs memory and time.
@@ -203,8 +203,7 @@ class Consequentialism:
             )
         default = Damping.chosen(damping, relative_damping) or DEFAULT
         check_loss_reduction(loss_reduction)
-        if bound is not None:
-            check_positive("bound", bound, "0.2 is usual, None is no bound")
+        _check_bound(bound)
         check_averaging(averaging, refresh, at=at, foresight=foresight)
         if process_group is not None:
             check_process_group(process_group)
@@ -564,8 +563,7 @@ class Consequentialism:
 
     @bound.setter
     def bound(self, bound: float | None) -> None:
-        if bound is not None:
-            check_positive("bound", bound, "0.2 is usual, None is no bound")
+        _check_bound(bound)
         self._rewriter.bound = bound
 
     @property
@@ -668,7 +666,7 @@ class Consequentialism:
         """Settings, counters and averaged moments; group dampings are in the optimiser's own state dict."""
         reduction = None if callable(self.loss_reduction) else self.loss_reduction
         averages = self._rewriter.averages
-        names = {weight: name for name, (weight, _) in reversed(self._weights_of_layers().items())}
+        names = {weight: name for name, (weight, *_) in reversed(self._weights_of_layers().items())}
         kept = {"averages": averages.state_dict(names)} if averages.are_used else {}
         return {
             **kept,
@@ -680,13 +678,14 @@ class Consequentialism:
             "counters": asdict(self.counters),
         }
 
-    def _weights_of_layers(self) -> dict[str, tuple[Tensor, int]]:
-        """The weight of each layer, and how many columns its inputs have; none where only its bias is trained."""
+    def _weights_of_layers(self) -> dict[str, tuple[Tensor, int, int]]:
+        """The weight of each layer, its groups, and the columns of its inputs; none where only its bias is trained."""
         found = {}
         for name, layer in self._capture.layers.items():
             weight, kind = self._capture.parameters_of(layer)[0], kind_of(layer)
             assert kind is not None
-            found[name] = weight, kind.of(layer).features if weight.requires_grad else 0
+            operation = kind.of(layer)
+            found[name] = weight, operation.groups, operation.features if weight.requires_grad else 0
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -697,15 +696,25 @@ class Consequentialism:
         missing = {"damping", "relative_damping", "loss_reduction", "counters"} - set(state)
         if missing:
             raise ValueError(f"not a state dict of Consequentialism: {sorted(missing)} missing")
+        version = state.get("version", 1)
+        if version not in range(1, STATE_VERSION + 1):
+            raise ValueError(f"a state dict of version {version!r}: this library knows versions up to {STATE_VERSION}")
         damping = _damping_of_state(state)  # raises before anything is changed
+        bound = state.get("bound")  # in the first version there was none
+        _check_bound(bound)
         counters = Counters(**state["counters"])
         if "averages" in state and self._rewriter.averages.are_used:
             self._rewriter.averages.load_state_dict(state["averages"], self._weights_of_layers())
         if state["loss_reduction"] is not None:
             self.loss_reduction = state["loss_reduction"]
         self._groups.change_default(damping)
-        self.bound = state.get("bound", self.bound)  # older ones have none
+        self.bound = bound
         self._reports.restore(counters)
+
+
+def _check_bound(bound: float | None) -> None:
+    if bound is not None:
+        check_positive("bound", bound, "0.2 is usual, None is no bound")
 
 
 def _is_sparse(layer: nn.Module) -> bool:

@@ -209,6 +209,7 @@ class Focal(nn.CrossEntropyLoss):
     ("reduction", "error", "message"),
     [
         ("median", ValueError, '"mse", "tokens"'),
+        (nn.CrossEntropyLoss, TypeError, "is a class: pass the loss that you call"),
         (nn.CTCLoss(), TypeError, "what it divides by is not known.*CrossEntropyLoss.*a number, or a function"),
         (Focal(), TypeError, "what it divides by is not known"),
         (nn.Linear(2, 2), TypeError, "what it divides by is not known"),

@@ -267,5 +267,79 @@ def test_a_state_of_another_width_is_refused():
         corrections.append((optimizer, consequent.attach(optimizer, net, averaging=0.9)))
         loss_of(net(batches()[0])).backward()
         optimizer.step()
-    with pytest.raises(ValueError, match="layer '0' has 5 columns, but the layer has 4"):
+    with pytest.raises(ValueError, match=r"layer '0' is \[1, 5, 5\], but the layer's is \[1, 4, 4\]"):
         corrections[1][1].load_state_dict(corrections[0][1].state_dict())
+
+
+def update_of(layer, optimizer, x, output_grads):
+    optimizer.zero_grad()
+    (layer(x) * output_grads).sum().backward()
+    optimizer.step()
+    return [None if p.grad is None else p.grad.clone() for p in (layer.weight, layer.bias)]
+
+
+@pytest.mark.filterwarnings("ignore:all layers to correct are frozen")
+@pytest.mark.parametrize("frozen", ["weight", "bias", "both"])
+@pytest.mark.parametrize("options", [{"averaging": 0.9}, {"refresh": 5}], ids=str)
+@pytest.mark.parametrize("begins_frozen", [True, False])
+def test_what_is_frozen_or_unfrozen_begins_anew(begins_frozen, options, frozen):
+    """With the same inputs at every step, averaging changes nothing; frozen at attaching, and later on."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(6, 3)).double() for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.0) for layer in layers]
+    names = ("weight", "bias") if frozen == "both" else (frozen,)
+    for number, (layer, optimizer) in enumerate(zip(layers, optimizers, strict=True)):
+        for name in names if begins_frozen else ():
+            getattr(layer[0], name).requires_grad_(False)
+        consequent.attach(optimizer, layer, damping=0.2, **(options if number else {}))
+    x, output_grads = torch.randn(20, 6, dtype=torch.float64), torch.randn(20, 3, dtype=torch.float64)
+    for step in range(5):
+        if step in (2, 4):
+            for layer in layers:
+                for name in names:
+                    getattr(layer[0], name).requires_grad_(begins_frozen == (step == 2))
+        if any(p.requires_grad for p in layers[0].parameters()):
+            exact, averaged = (update_of(m[0], o, x, output_grads) for m, o in zip(layers, optimizers, strict=True))
+            for one, other in zip(exact, averaged, strict=True):
+                assert (one is None) == (other is None)
+                if one is not None:
+                    torch.testing.assert_close(one, other)
+
+
+def test_nan_in_the_first_batch_leaves_no_average():
+    models = [network(), network()]
+    steps = []
+    for number, model in enumerate(models):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        correction = consequent.attach(optimizer, model, refresh=10)
+        bad = batches()[0]
+        bad[0, 0] = torch.nan
+        for x in [bad, *batches()[1:4]] if number else batches()[1:4]:
+            optimizer.zero_grad()
+            loss_of(model(x)).backward()
+            if x is bad:
+                with pytest.warns(consequent.ConsequentWarning, match="NaN or inf"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        steps.append(correction.counters.steps)
+    assert steps == [3, 4]
+    assert_same(*models)
+
+
+def test_a_layer_is_refreshed_at_every_tth_step_of_its_own():
+    torch.manual_seed(0)
+    heads = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)]).double()
+    optimizer = torch.optim.SGD(heads.parameters(), lr=0.0)
+    correction = consequent.attach(optimizer, heads, refresh=2)
+    averages = correction._rewriter.averages
+    seen = {0: [], 1: []}
+    for step in range(8):
+        x = torch.randn(9, 4, dtype=torch.float64) * (step + 1)
+        optimizer.zero_grad()
+        heads[step % 2](x).square().sum().backward()
+        optimizer.step()
+        seen[step % 2].append(averages._of[heads[step % 2].weight].moment.sum().item())
+    for sums in seen.values():
+        assert sums[0] == sums[1] != sums[2] == sums[3]

@@ -75,7 +75,7 @@ class StepCorrector:
         record.note_pass(use, backward_pass_id())
         if not record.is_empty:
             self._ahead.join_on(output_grad.device)  # an earlier use may be waiting to be reduced, or being reduced
-        record.add(use, inputs, output_grad, idle=self._averages.is_idle(use.weight))
+        record.add(use, inputs, output_grad, idle=self._averages.is_idle(use))
         if not isinstance(record.statistic, Rows):
             if not self._keep_rows:
                 use.let_go()

@@ -220,8 +220,8 @@ class Record:
                 f"requires_grad of the weight of {use.layer} changed between two backward passes of one step; "
                 "call optimizer.zero_grad() or optimizer.step() before changing it"
             )
-        if idle:
-            self.statistic = self.statistic.add(use) if isinstance(self.statistic, Idle) else Idle.of(use)
+        if isinstance(self.statistic, Idle) or (idle and self.statistic is None):
+            self.statistic = Idle.of(use) if self.statistic is None else self.statistic.add(use)
             return
         use.take(inputs, output_grad)
         if use.inputs_there is not None:  # otherwise there was no CUDA graph, and nobody asks

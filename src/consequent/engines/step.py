@@ -115,6 +115,7 @@ class Rewriter:
             if self.averages.are_used:
                 for record in records:
                     self.averages.apply(record, self._damping_of(record))
+                records = [record for record in records if not record.is_empty]
             records = [part for record in records if (part := self._own_part(record)) is not None]
             self.divisor = divisor = loss_divisor(loss_reduction, self.samples)
             solved = self._solutions_of(records, divisor)
@@ -149,7 +150,6 @@ class Rewriter:
         finally:
             self._filled = []
             self._steps += 1
-            self.averages.steps += 1
             self._clear()
 
     def _clear(self) -> None:

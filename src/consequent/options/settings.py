@@ -64,6 +64,11 @@ def check_loss_reduction(loss_reduction: LossReduction) -> None:
                 'loss_reduction must be "mean", "sum", "mse", "tokens", a number, a function of the samples or a loss '
                 f"of torch, got {loss_reduction!r}"
             )
+    elif isinstance(loss_reduction, type):
+        raise TypeError(
+            f"loss_reduction={loss_reduction.__name__} is a class: pass the loss that you call, criterion = "
+            f"{loss_reduction.__name__}(…) and loss_reduction=criterion"
+        )
     elif isinstance(loss_reduction, nn.Module):
         check_criterion(loss_reduction)
     elif is_loss_function(loss_reduction):

@@ -262,7 +262,10 @@ class Exchange:
         for finish in (*moments, *gathered, factors.finish):
             finish()
         for plan in plans:
-            plan.record.statistic = replace(plan.record.captured, rows=plan.rows)
+            known = replace(plan.record.captured, rows=plan.rows)
+            if plan.choice == "nothing":  # also on a rank that had no rows
+                known = Idle(known.uses, known.features, known.biases, plan.rows)
+            plan.record.statistic = known
         return [plan.record for plan in plans]
 
     def _share_misbehaving(self) -> None:

@@ -1,18 +1,20 @@
 """Second moments that are averaged over steps, and factorised only now and then: ``averaging=β, refresh=T``.
 
-Every T-th step ``S ← β S + (1 − β) XXᵀ / N``, started with the first one, is factorised anew; all steps solve with
+Every T-th step of a layer ``S ← β S + (1 − β) XXᵀ / N``, started with the first one, is factorised anew; all solve with
 ``N S``, N being the rows of the step at hand. A relative λ is that of ``N S``, with ``n ← β n + N`` for its rows.
 Between refreshes nothing is computed of a layer's inputs: only how many rows there were is noted.
 
 Layers that are solved for by samples have no average, as they have no moment: theirs is the exact update of each step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from consequent.capture.torch_internals import answers_at_once
 from consequent.capture.use import Use
 from consequent.engines.inverse_factor import InverseFactor, inverse_factor
 from consequent.maths.damping import Damping
@@ -52,16 +54,24 @@ class Average:
     Attributes:
         moment: S, ``[groups, columns, columns]``.
         rows: n, how many have gone into it.
-        biases: whose columns are the last ones.
+        features: how many of the columns are the weight's,
+        biases: and whose the last ones are.
+        age: in how many steps it has been used.
         factor: of ``N S + λI``,
         of: for this N and λ.
     """
 
     moment: Tensor
     rows: float
+    features: int
     biases: tuple[Tensor, ...]
+    age: int = 0
     factor: InverseFactor | None = None
     of: tuple[int, Damping] | None = None
+
+    def has(self, features: int, biases: Sequence[Tensor]) -> bool:
+        """Whether its columns are these features and biases."""
+        return self.features == features and list(map(id, self.biases)) == list(map(id, biases))
 
     def factor_for(self, rows: int, damping: Damping) -> InverseFactor:
         """The factor of ``N S + λI``, made anew only if it must be.
@@ -88,13 +98,12 @@ class Averages:
 
     Args:
         averaging: β, how much of the old average stays; 0: the last refreshed moment alone.
-        refresh: T, every how many steps.
+        refresh: T, in how many steps a weight's average is used.
     """
 
     def __init__(self, averaging: float, refresh: int) -> None:
         self.averaging = averaging
         self.refresh = refresh
-        self.steps = 0  # taken so far
         self._of: dict[Tensor, Average] = {}
         self._biases: dict[Tensor, list[Tensor]] = {}  # of all layers with each weight that is corrected
 
@@ -103,9 +112,12 @@ class Averages:
         """Otherwise each step's own moments are exact."""
         return self.averaging > 0 or self.refresh > 1
 
-    def is_idle(self, weight: Tensor) -> bool:
-        """Whether the inputs of a weight need not be looked at in this step."""
-        return self.steps % self.refresh != 0 and weight in self._of
+    def is_idle(self, use: Use) -> bool:
+        """Whether a use's inputs need not be looked at in this step."""
+        average = self._of.get(use.weight)
+        if average is None or average.age >= self.refresh:
+            return False
+        return average.has(use.features, self._trained(use.weight, () if use.bias is None else (use.bias,)))
 
     def apply(self, record: "Record", damping: Damping) -> None:
         """At the step: put what is to be solved with in the place of what the passes noted.
@@ -114,16 +126,28 @@ class Averages:
             record: of one weight, for all micro-batches and ranks.
             damping: λ.
         """
-        average = self._of.get(record.weight)
         statistic = record.statistic
-        if isinstance(statistic, Rows) and average is not None and statistic.rows:
-            record.reduce(keep_rows=False)  # few rows for once: they go with the others
-            statistic = record.statistic
-        if isinstance(statistic, Moment) and statistic.rows and record.weight in self._biases:
-            whole = statistic.with_biases(self._biases[record.weight])  # also of those that this step did without
-            average = self._of[record.weight] = self._updated(average, whole)
-        if average is None or statistic is None or not statistic.rows or not isinstance(statistic, Moment | Idle):
+        if statistic is None or not statistic.rows:
             return
+        average = self._of.get(record.weight)
+        if isinstance(statistic, Idle) and average is None:
+            record.clear()  # another layer has taken the place of its layer since the backward pass
+            return
+        biases = self._trained(record.weight, statistic.biases)
+        if average is not None and not isinstance(statistic, Idle) and not average.has(statistic.features, biases):
+            average = None  # what is trained has changed: it begins anew
+            del self._of[record.weight]
+        if isinstance(statistic, Rows) and average is not None:
+            record.reduce(keep_rows=False)  # few rows for once: they go with the others
+            statistic = record.captured
+        if isinstance(statistic, Moment) and record.weight in self._biases:
+            average = self._updated(average, statistic.with_biases(biases))
+            if average is None:
+                return  # NaN or inf, for which the step is not taken
+            self._of[record.weight] = average
+        if average is None or not isinstance(statistic, Moment | Idle):
+            return
+        average.age += 1
         of = (statistic.uses, statistic.features, average.biases, max(round(average.rows), 1))
         record.statistic = Idle(*of)
         if damping.value > 0 and len(columns_with_gradient(record)) == record.columns:
@@ -131,57 +155,69 @@ class Averages:
         else:  # part of the matrix, or its pseudo-inverse
             record.statistic = Moment(*of, average.moment * statistic.rows)
 
-    def _updated(self, average: Average | None, moment: Moment) -> Average:
-        """With the moment of a step; one that holds NaN or inf changes nothing."""
+    def _trained(self, weight: Tensor, present: Sequence[Tensor] = ()) -> list[Tensor]:
+        """The biases that an average has columns for: also those that a step does without.
+
+        Args:
+            weight: whose.
+            present: those that the step has; one that was frozen at first is known by this alone.
+        """
+        known = [bias for bias in self._biases.get(weight, ()) if bias.requires_grad]
+        return [*known, *(bias for bias in present if not any(bias is one for one in known))]
+
+    def _updated(self, average: Average | None, moment: Moment) -> Average | None:
+        """With the moment of a step; one that holds NaN or inf changes nothing. None if it would be the first.
+
+        On a device that is not waited for, a first one that does is kept until the next refresh: no step is taken then.
+        """
         new = moment.matrix / moment.rows
+        is_finite = _is_finite(new)
+        if answers_at_once(new) and not is_finite:
+            return average
         if average is None:
-            return Average(torch.where(_is_finite(new), new, 1), moment.rows, moment.biases)
-        beta = self.averaging
-        blended = torch.where(_is_finite(new), torch.lerp(new, average.moment, beta), average.moment)
-        return Average(blended, beta * average.rows + moment.rows, moment.biases)
+            return Average(new, moment.rows, moment.features, moment.biases)
+        blended = torch.lerp(new, average.moment, self.averaging)
+        blended = torch.where(_is_finite(average.moment), torch.where(is_finite, blended, average.moment), new)
+        return Average(blended, self.averaging * average.rows + moment.rows, moment.features, moment.biases)
 
     def average_only(self, biases: dict[Tensor, list[Tensor]]) -> None:
-        """Only these weights are corrected from now on; averages with other biases than before begin anew.
+        """Only these weights are corrected from now on.
 
         Args:
             biases: of the layers with each weight, those that are corrected.
         """
-        self._of = {
-            weight: average
-            for weight, average in self._of.items()
-            if weight in biases and list(map(id, average.biases)) == list(map(id, biases[weight]))
-        }
+        self._of = {weight: average for weight, average in self._of.items() if weight in biases}
         self._biases = biases
 
     def state_dict(self, names: dict[Tensor, str]) -> dict[str, Any]:
         """What a later run goes on from, by the names of the weights' layers."""
-        of = {
-            names[weight]: {"moment": average.moment, "rows": average.rows}
+        return {
+            names[weight]: {"moment": average.moment, "rows": average.rows, "age": average.age}
             for weight, average in self._of.items()
             if weight in names
         }
-        return {"steps": self.steps, "of": of}
 
-    def load_state_dict(self, state: dict[str, Any], weights: dict[str, tuple[Tensor, int]]) -> None:
+    def load_state_dict(self, state: dict[str, Any], weights: dict[str, tuple[Tensor, int, int]]) -> None:
         """Go on from a state.
 
         Args:
             state: of :meth:`state_dict`.
-            weights: that of each layer by its name, and how many columns its inputs have without those of biases.
+            weights: that of each layer by its name, its groups, and the columns of its inputs without those of biases.
         """
         found: dict[Tensor, Average] = {}
-        for name, saved in state["of"].items():
+        for name, saved in state.items():
             if name not in weights:
                 raise ValueError(f"the state has an averaged moment of layer {name!r}, which is not corrected here")
-            weight, features = weights[name]
-            biases, moment = self._biases.get(weight, []), saved["moment"].to(weight.device)
-            if moment.shape[-1] != features + len(biases):
+            weight, groups, features = weights[name]
+            biases = self._trained(weight)
+            moment, columns = saved["moment"].to(weight.device), features + len(biases)
+            if tuple(moment.shape) != (groups, columns, columns):
                 raise ValueError(
-                    f"the averaged moment of layer {name!r} has {moment.shape[-1]} columns, but the layer has "
-                    f"{features + len(biases)}: what is trained of it has changed"
+                    f"the averaged moment of layer {name!r} is {list(moment.shape)}, but the layer's is "
+                    f"{[groups, columns, columns]}: what is trained of it has changed"
                 )
-            found[weight] = Average(moment, float(saved["rows"]), tuple(biases))
-        self.steps, self._of = int(state["steps"]), found
+            found[weight] = Average(moment, float(saved["rows"]), features, tuple(biases), int(saved["age"]))
+        self._of = found
 
 
 def _is_finite(moment: Tensor) -> Tensor:
