@@ -22,7 +22,7 @@ def final_loss(seed: int, lr: float, damping: float, momentum: float, lowest: fl
     labels = torch.tensor(digits.target)
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
-    optimizer = consequent.CSGD(model, lr=lr, momentum=momentum, nesterov=momentum > 0, damping=damping)
+    optimizer = consequent.CSGD(model, lr=lr, momentum=momentum, nesterov=momentum > 0, damping=damping, bound=None)
     for _ in range(EPOCHS):
         for batch in torch.randperm(len(inputs)).split(32):
             optimizer.zero_grad()

@@ -44,7 +44,7 @@ class Setup:
             {"params": list(model[-1].parameters()), "lr": self.learning_rate * self.head_factor},
         ]
         optimizer = SGD(groups, lr=self.learning_rate, momentum=self.momentum, nesterov=self.momentum > 0)
-        consequent.attach(optimizer, model, damping=self.damping)
+        consequent.attach(optimizer, model, damping=self.damping, bound=None)
         return optimizer
 
     def form(self, images: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def walk(label: str, rate: float) -> Path2D:
     model = TwoWeights()
     optimizer: Optimizer
     if label == "C-SGD":
-        optimizer = CSGD(model, lr=rate, damping=1e-12, loss_reduction="sum")
+        optimizer = CSGD(model, lr=rate, damping=1e-12, bound=None, loss_reduction="sum")
     else:
         optimizer = SGD(model.parameters(), lr=rate, momentum=MOMENTUM if label == "SGD with momentum" else 0.0)
     inputs = torch.tensor([INPUTS], dtype=torch.float64)

@@ -96,7 +96,7 @@ def walk(label: str, rate: float, seed: int = SEED) -> Walk:
 def _torch_update(label: str, layer: nn.Linear, rate: float) -> Update:
     optimizer: Optimizer
     if label == "C-SGD":
-        optimizer = CSGD(layer, lr=rate, damping=1e-12, loss_reduction="sum")
+        optimizer = CSGD(layer, lr=rate, damping=1e-12, bound=None, loss_reduction="sum")
     else:
         optimizer = SGD(layer.parameters(), lr=rate)
 
