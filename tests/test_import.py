@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import consequent
 
 SCRIPT = """
@@ -28,6 +30,7 @@ def imported(cache: Path) -> tuple[float, list[str]]:
     return float(seconds), others.split()
 
 
+@pytest.mark.slow
 def test_the_import_is_cheap_and_brings_nothing_along(tmp_path):
     imported(tmp_path)  # compiles to bytecode, as an installation does
     found = [imported(tmp_path) for _ in range(2)]

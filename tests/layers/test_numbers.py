@@ -1,5 +1,6 @@
 """Corrected gradients of every layer case × λ × dtype against the naive reference, within 10·eps·κ(Gram + λI)."""
 
+import itertools
 import warnings
 from contextlib import contextmanager
 from functools import cache
@@ -84,9 +85,14 @@ def check_gradients(module, designs, output_grads, damping, dtype):
     return told
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("damping", DAMPINGS)
-@pytest.mark.parametrize("name", CASES)
+def half_of_them(*axes):
+    """All combinations, every other one for `make slow`: each value meets each other one's neighbours all the same."""
+    for places in itertools.product(*(range(len(axis)) for axis in axes)):
+        marks = [pytest.mark.slow] if sum(places) % 2 else []
+        yield pytest.param(*(axis[place] for axis, place in zip(axes, places, strict=True)), marks=marks)
+
+
+@pytest.mark.parametrize(("name", "damping", "dtype"), half_of_them(list(CASES), DAMPINGS, DTYPES))
 def test_gradients_equal_the_reference(name, damping, dtype):
     designs, output_grads = expected_problem(name, dtype)
     with fall_back_allowed(designs, damping, dtype):
@@ -95,8 +101,7 @@ def test_gradients_equal_the_reference(name, damping, dtype):
     skip_if_silent(check_gradients(module, designs, output_grads, damping, dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fraction", [1e-2, 1.0])
+@pytest.mark.parametrize(("fraction", "dtype"), zip([1.0, 1e-2], DTYPES, strict=True), ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_under_relative_damping_equal_the_reference(name, fraction, dtype):
     damping = ("relative", fraction)

@@ -64,7 +64,7 @@ def check_loss_reduction(loss_reduction: LossReduction) -> None:
                 'loss_reduction must be "mean", "sum", "mse", "tokens", a number, a function of the samples or a loss '
                 f"of torch, got {loss_reduction!r}"
             )
-    elif isinstance(loss_reduction, type):
+    elif isinstance(loss_reduction, type) and issubclass(loss_reduction, nn.Module):
         raise TypeError(
             f"loss_reduction={loss_reduction.__name__} is a class: pass the loss that you call, criterion = "
             f"{loss_reduction.__name__}(…) and loss_reduction=criterion"
