@@ -41,6 +41,7 @@ from consequent.ranks.traffic import Traffic
 from consequent.reports.counters import Counters
 from consequent.reports.describe import describe
 from consequent.reports.doubts import doubt_about_samples
+from consequent.reports.errors import ConsequentWarning
 from consequent.reports.guards import check_optimizer, refuse_uncaptured, unwrapped
 from consequent.reports.reports import Reports
 from consequent.statistics.averages import Averages
@@ -315,9 +316,9 @@ class Consequentialism:
     def step(self) -> None:
         """Correct the gradients now, by hand; the next ``optimizer.step()`` will not do so again.
 
-        For those who want to see or clip the corrected gradients. If NaN or inf is met, all gradients become zero
-        and an attached optimiser's next step is skipped. With ``at="backward"`` the gradients are corrected already,
-        and nothing is left to do.
+        For those who want to see or clip the corrected gradients, which are not bounded then: they may be a scaler's.
+        If NaN or inf is met, all gradients become zero and an attached optimiser's next step is skipped. With
+        ``at="backward"`` the gradients are corrected already, and nothing is left to do.
         """
         if not self._capture.is_installed and not self._groups.lost_its_optimizer:
             raise RuntimeError("this Consequentialism is detached: there is nothing that it corrects")
@@ -334,7 +335,7 @@ class Consequentialism:
                 "there is nothing to correct: no backward pass went through the model since the last step or "
                 "zero_grad(). Call loss.backward() first."
             )
-        if not self._correct():
+        if not self._correct(bounded=False):  # what becomes of the gradients before they are applied is not known
             self._skip_next = True
             for parameter in self._groups.parameters():
                 if parameter.grad is not None:
@@ -372,7 +373,7 @@ class Consequentialism:
         if self.at == "backward":
             return
         if self._rewriter.has_work(self._other_captures()):
-            must_skip = not self._correct()
+            must_skip = not self._correct(bounded=True)
         else:
             must_skip = self._skip_next
             if not must_skip:
@@ -386,15 +387,15 @@ class Consequentialism:
                 parameter.grad = None
 
     @in_full_precision
-    def _correct(self) -> bool:
+    def _correct(self, *, bounded: bool) -> bool:
         """Rewrite the gradients. False if the step must not be taken; then nothing was rewritten."""
         self._skip_next = False
         self._warn_of_ranks_left_out()
         passes = self._at_step.passes()
         self._doubt_samples(passes)
         if not self._loss.is_seen:
-            return self._rewriter.rewrite(self.loss_reduction)
-        return self._rewriter.rewrite(lambda samples: self._divisor_on_all_ranks(passes))
+            return self._rewriter.rewrite(self.loss_reduction, bounded=bounded)
+        return self._rewriter.rewrite(lambda samples: self._divisor_on_all_ranks(passes), bounded=bounded)
 
     def _divisor_on_all_ranks(self, passes: list[set[Entry]]) -> float:
         """What was seen of the loss, on all ranks together, who ask this together."""
@@ -730,6 +731,7 @@ def _damping_of_state(state: dict[str, Any]) -> Damping:
             f"this state's relative_damping={relative!r} was meant as a fraction of the inputs' mean squared norm, "
             "trace(XXᵀ)/N; now it is one of trace(XXᵀ)/min(N, D), which is more where a layer has more rows than "
             "columns. It is taken as it is: set correction.relative_damping to what you want",
+            ConsequentWarning,
             stacklevel=3,
         )
         damping = None

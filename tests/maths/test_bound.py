@@ -125,6 +125,21 @@ def test_optimisers_whose_steps_have_their_own_length_are_not_bounded(optimizer)
     assert correction.counters.bounded == 0
 
 
+def test_gradients_corrected_by_hand_are_not_bounded():
+    """They may be a GradScaler's, whose scale would be taken for a step that is far too long."""
+    model, inputs = network("dense, few rows")
+    free, _ = corrected(model, inputs, half_squares, torch.optim.SGD(model.parameters(), lr=0.0), bound=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    correction = consequent.attach(optimizer, model)
+    optimizer.zero_grad()
+    (1024.0 * half_squares(model(inputs))).backward()
+    correction.step()
+    found = [layer.weight.grad / 1024.0 for layer in model if hasattr(layer, "weight")]
+    for one, other in zip(found, free, strict=True):
+        torch.testing.assert_close(one, other)
+    assert correction.counters.bounded == 0
+
+
 def test_a_single_layer_lands_on_its_targets():
     torch.manual_seed(0)
     model, inputs = nn.Linear(10, 3).double(), torch.randn(4, 10, dtype=torch.float64)

@@ -112,8 +112,15 @@ def _solutions_of_group(members: list[_Member], ones: Tensor, damping: Damping) 
         if factor != 1.0:
             coefficients *= factor
         finite = math.isfinite(coefficients.sum().item())
-        coefficients = coefficients[None]
-        solution = Solution(work.record, "samples", finite, coefficients=coefficients, rows=rows, change=change)
-        solution.scale = work.scale
-        solutions.append(solution)
+        solutions.append(
+            Solution(
+                work.record,
+                "samples",
+                finite,
+                coefficients=coefficients[None],
+                rows=rows,
+                scale=work.scale,
+                change=change,
+            )
+        )
     return solutions

@@ -10,13 +10,13 @@ from consequent.capture.at_step import StepCorrector
 from consequent.capture.capture import Capture
 from consequent.capture.records import Record
 from consequent.capture.torch_internals import answers_at_once, graph_is_being_captured
+from consequent.engines.bounding import Bounded, shorten
 from consequent.engines.engine import Engine, Outcome, Work
 from consequent.engines.gpu.by_kernels import ByKernels, KernelSolution, fused_step_of
 from consequent.engines.grouped import Grouped
 from consequent.engines.plain import Plain
 from consequent.engines.unwatched import Unwatched
 from consequent.foresight import Foresight, Watch
-from consequent.maths.bound import Change, shortening, shortenings_on_device
 from consequent.maths.damping import Damping
 from consequent.options.parameter_groups import Groups
 from consequent.options.settings import LossReduction, loss_divisor
@@ -97,11 +97,12 @@ class Rewriter:
             failure = error  # first tell the others, who would wait
         return bool(records) if self.exchange is None else self.exchange.open(failure)
 
-    def rewrite(self, loss_reduction: LossReduction) -> bool:
+    def rewrite(self, loss_reduction: LossReduction, *, bounded: bool) -> bool:
         """Rewrite the gradients of all corrected layers; after :meth:`has_work` has said that there is something to do.
 
         Args:
             loss_reduction: how the loss sums up over samples.
+            bounded: whether the optimiser's step follows at once, so that the bound knows what is applied.
 
         Returns:
             False if the step must not be taken; then nothing was rewritten.
@@ -116,9 +117,10 @@ class Rewriter:
                 for record in records:
                     self.averages.apply(record, self._damping_of(record))
                 records = [record for record in records if not record.is_empty]
+            bounded &= len(records) > 1  # one alone lands where it should
             records = [part for record in records if (part := self._own_part(record)) is not None]
             self.divisor = divisor = loss_divisor(loss_reduction, self.samples)
-            solved = self._solutions_of(records, divisor)
+            solved = self._solutions_of(records, divisor, bounded=bounded)
             solutions = [solution for _, its in solved for solution in its]
             finite = self._all_finite(solutions)
             in_graph = fused_step_of(solutions) is not None and graph_is_being_captured()  # then the kernels count it
@@ -175,15 +177,15 @@ class Rewriter:
         found_inf: Tensor | None = getattr(self._groups.optimizer, "found_inf", None)
         return found_inf
 
-    def _solutions_of(self, records: list[Record], divisor: float) -> list[tuple[Engine, list[Solution]]]:
+    def _solutions_of(
+        self, records: list[Record], divisor: float, *, bounded: bool
+    ) -> list[tuple[Engine, list[Solution]]]:
         """Each engine, and what it has found."""
-        works = [
-            Work(record, self._damping_of(record), self._may_wait(record.weight), divisor, self._limit(record, divisor))
-            for record in records
-        ]
-        if len(works) == 1:  # which moves alone, and lands where it should
-            works = [works[0]._replace(limit=None)]
-        limits = {work.record: work.limit for work in works}
+        works = []
+        for record in records:
+            limit = self._limit(record, divisor) if bounded else None
+            works.append(Work(record, self._damping_of(record), self._may_wait(record.weight), divisor, limit))
+        by_record = {work.record: work for work in works}
         solved = []
         for engine in ENGINES[1:] if self._keeps_foresight else ENGINES:  # kernels do not keep what was before
             if not works:
@@ -193,36 +195,20 @@ class Rewriter:
                 solved.append((engine, solutions))
                 done = {solution.record for solution in solutions}
                 works = [work for work in works if work.record not in done]
-        self._bound([solution for _, its in solved for solution in its], limits)
+        cases = [
+            Bounded(solution, solution.change, work.limit, work.may_wait)
+            for _, its in solved
+            for solution in its
+            if solution.change is not None and (work := by_record[solution.record]).limit is not None
+        ]
+        for count in shorten(cases):
+            self._reports.add("bounded", count)
         return solved
 
     def _limit(self, record: Record, divisor: float) -> float | None:
         """How large a change of its outputs may be, in units of the gradient before the divisor."""
         rate = self._groups.rate_in_the_long_run((record.stands_for or record).first_use.key)
         return None if self.bound is None or not rate else self.bound / (rate * divisor)
-
-    def _bound(self, solutions: list[Solution], limits: dict[Record, float | None]) -> None:
-        """Shorten the solutions that would change outputs too much."""
-        unseen: list[tuple[Solution, Change, float]] = []
-        for solution in solutions:
-            change, limit = solution.change, limits[solution.record]
-            if change is None or limit is None:
-                continue
-            if not self._may_wait(solution.record.weight):
-                unseen.append((solution, change, limit))
-                continue
-            factor = shortening(change, limit)
-            if factor < 1:
-                solution.scale *= factor
-                self._reports.add("bounded")
-        by_device: dict[torch.device, list[tuple[Solution, Change, float]]] = {}
-        for case in unseen:
-            by_device.setdefault(case[0].record.weight.device, []).append(case)
-        for cases in by_device.values():
-            factors = shortenings_on_device([change for _, change, _ in cases], [limit for *_, limit in cases])
-            for (solution, *_), shorter in zip(cases, factors.unbind(), strict=True):
-                solution.scale = solution.scale * shorter
-            self._reports.add("bounded", (factors < 1).sum())
 
     def _damping_of(self, record: Record) -> Damping:
         return self._groups.damping_of((record.stands_for or record).first_use.key)
