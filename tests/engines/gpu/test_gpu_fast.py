@@ -17,7 +17,7 @@ import consequent
 from consequent.capture.use import Entry, Use
 from consequent.engines.gpu import kernels
 from consequent.layers.linear import Linear
-from consequent.statistics.rows import Rows
+from consequent.statistics.row_matrices import RowMatrices
 from consequent_lab.models import mlp, residual_net
 
 pytestmark = [
@@ -125,7 +125,7 @@ def test_half_precision_inputs_are_multiplied_exactly(dtype):
     layer = nn.Linear(400, 3).cuda()
     use = Use(layer, Linear.of(layer), layer.weight, None, True, Entry(layer, 300, 0), 300, dtype)
     use.take(rows, torch.zeros(300, 3, device="cuda"))
-    gram = Rows([use], [], with_features=True).gram()[0].double()
+    gram = RowMatrices([use], [], with_features=True).gram()[0].double()
     assert (gram - rows.double() @ rows.double().mT).abs().max() <= 1e-5 * gram.abs().max()
 
 
