@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar, Self
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from consequent.engines.gpu.kernels.choice import row_moment_by_kernel
+from consequent.engines.gpu.kernels.choice import row_moments_by_kernel
 from consequent.layers.operation import Canonical, Operation, at_least_float32, with_ones
 
 
@@ -78,11 +79,19 @@ class Linear(Operation):
 
     def second_moment(self, inputs: Tensor, *, ones: bool) -> Tensor:
         """``[1, D, D]``, or one larger with ``ones``."""
-        moment = row_moment_by_kernel(inputs, ones=ones)
-        if moment is not None:
-            return moment
-        rows = at_least_float32(inputs)[None]
-        return with_ones(rows.mT @ rows, rows.sum(-2), rows.shape[-2]) if ones else rows.mT @ rows
+        return self.second_moments([inputs], ones=ones)[0]
+
+    def second_moments(self, inputs: list[Tensor], *, ones: bool) -> Tensor:
+        """``[layers, 1, D, D]``, or one larger with ``ones``."""
+        by_kernel = row_moments_by_kernel(inputs, ones=ones)
+        if by_kernel is not None:
+            return by_kernel
+        moments = []
+        for tensor in inputs:
+            rows = at_least_float32(tensor)[None]
+            moment = rows.mT @ rows
+            moments.append(with_ones(moment, rows.sum(-2), rows.shape[-2]) if ones else moment)
+        return moments[0][None] if len(moments) == 1 else torch.stack(moments)
 
     def interference(self, inputs: Tensor, samples: int, *, ones: bool) -> Tensor:
         """``[samples, samples]``: summed over tokens."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from consequent.engines.gpu.kernels import dense, factor, features, lags, moment, table
+from consequent.engines.gpu.kernels import dense, factor, features, lags, moment, row_products, table
 
 TYPES = {
     torch.float32: "*fp32",
@@ -51,7 +51,7 @@ def kind_of(argument):
 
 
 def launch_all():
-    for rows in (20, 40):
+    for rows in (20, 40, 100):
         layers = [
             dense.DenseLayer(
                 torch.ones(rows, 48), torch.ones(rows, 40), torch.ones(40, 48), torch.ones(40), 0.1, False, 1.0, 1e-4
@@ -77,13 +77,15 @@ def launch_all():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         moment.patch_moment(torch.ones(4, 16, 8, 8, dtype=dtype), (3, 3), (2, 2), (1, 1), (1, 1), ones=True)
     for precision in ("tf32", "tf32x3"):
-        moment.row_moment(torch.ones(200, 300), ones=True, precision=precision)
+        for size in (300, 600):
+            row_products.row_moments([torch.ones(200, size)] * 2, ones=True, precision=precision)
+            row_products.gram_matrices([torch.ones(size, 200)] * 2, ones=True, precision=precision)
 
 
 def main():
     for capability in map(int, sys.argv[1:]):
         lags.INTERPRETED_PART = lags.PART
-        for module in (dense, features, factor, lags, moment):
+        for module in (dense, features, factor, lags, moment, row_products):
             module.launch = compile_instead(capability)
         launch_all()
         compile_instead(capability)(table._writer(96), (1,), (torch.ones(1, dtype=torch.int64), 0, *range(96)))

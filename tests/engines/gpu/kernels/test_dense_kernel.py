@@ -89,6 +89,7 @@ SETS = {
     ],
     "more rows than features": [(40, 7, 12, {"damping": 2.0}), (33, 1, 5, {"bias": False, "damping": 0.5})],
     "many outputs": [(5, 30, 300, {"factor": -2.0})],
+    "batch of 128": [(128, 140, 150, {"factor": 0.7, "damping": 3.0}), (100, 200, 10, {"of_trace": True, "damping": 1e-3})],
 }
 
 
@@ -100,6 +101,54 @@ def test_float64_reference(name):
     assert rewrite(layers) == (0, [0, 0, 0, 0, 0, 0])
     for layer, right in zip(layers, wanted, strict=True):
         assert_close(layer, right)
+
+
+def write_unread(layers):
+    """The same where there is no gradient yet; returns the counts."""
+    step = DenseStep(layers, flags_for(layers))
+    step.factorise()
+    step.solve()
+    counts = torch.zeros(6, dtype=torch.int64, device=DEVICE)
+    step.write(counts, is_looked_at=False)
+    return counts.tolist()
+
+
+def without_gradient(layer):
+    unread = {"weight_grad": torch.full_like(layer.weight_grad, torch.nan)}
+    if layer.bias_grad is not None:
+        unread["bias_grad"] = torch.full_like(layer.bias_grad, torch.nan)
+    return layer._replace(**unread)
+
+
+@pytest.mark.parametrize("name", ["one", "rows differ", "batch of 128"])
+def test_without_a_gradient_to_look_at(name):
+    layers = [make_layer(*shape, **options, seed=seed) for seed, (*shape, options) in enumerate(SETS[name])]
+    wanted = [reference(layer) for layer in layers]
+    layers = [without_gradient(layer) for layer in layers]
+    assert write_unread(layers) == [0, 0, 0, 0, 0, 0]
+    for layer, right in zip(layers, wanted, strict=True):
+        assert_close(layer, right)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+@pytest.mark.parametrize("where", ["inputs", "output_grads"])
+def test_what_is_not_finite_stays_in_its_own_layer_where_nobody_looks(where):
+    layers = [make_layer(6, 50, 40, seed=seed) for seed in range(2)]
+    wanted = reference(layers[1])
+    getattr(layers[0], where)[2, 3] = torch.inf
+    layers = [without_gradient(layer) for layer in layers]
+    write_unread(layers)
+    assert not gradient(layers[0]).sum().isfinite()
+    assert_close(layers[1], wanted)
+
+
+def test_no_factor_and_nobody_who_looks():
+    layer = make_layer(6, 50, 40, damping=-1000.0)
+    gram, level = gram_and_level(layer)
+    wanted = layer.scale * (layer.output_grads.double().mT @ with_ones(layer)) / (gram.trace() + level)
+    layer = without_gradient(layer)
+    assert write_unread([layer]) == [0, 0, 0, 1, 0, 0]
+    assert_close(layer, wanted)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -265,8 +314,8 @@ def test_a_step_is_counted_once_however_many_layers_there_are(bad, counted):
 def test_refuses_what_it_cannot_read():
     layer = make_layer(8, 50, 40)
     flags = flags_for([layer])
-    with pytest.raises(ValueError, match="1 to 64 rows, got 65"):
-        DenseStep([make_layer(65, 5, 4)], flags)
+    with pytest.raises(ValueError, match="1 to 128 rows, got 129"):
+        DenseStep([make_layer(129, 5, 4)], flags)
     with pytest.raises(ValueError, match="side by side"):
         DenseStep([layer._replace(inputs=layer.inputs.mT.contiguous().mT)], flags)
     with pytest.raises(ValueError, match="do not fit together"):

@@ -9,13 +9,13 @@ pytest.importorskip("triton")
 import by_layer as moments
 
 from consequent.engines.gpu import kernels
-from consequent.engines.gpu.kernels import lags, moment
+from consequent.engines.gpu.kernels import lags, moment, row_products
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 CASES = {  # layer, shape of its inputs, the kernel
-    "linear": (nn.Linear(9, 2), (6, 9), "row_moment"),
-    "sequence": (nn.Linear(5, 2), (3, 4, 5), "row_moment"),
+    "linear": (nn.Linear(9, 2), (6, 9), "row_moments"),
+    "sequence": (nn.Linear(5, 2), (3, 4, 5), "row_moments"),
     "strided": (nn.Conv2d(3, 2, 3, stride=2, padding=1), (4, 3, 6, 5), "patch_moment"),
     "point": (nn.Conv2d(3, 2, 1), (4, 3, 4, 5), "patch_moment"),
     "few images": (nn.Conv2d(3, 2, 3, padding=1), (2, 3, 5, 5), "patch_moment"),
@@ -37,7 +37,7 @@ def test_the_kernel_for_a_layer(monkeypatch, name):
     wanted = torch.stack([moments.second_moment(layer, x.double(), ones=True) for x in inputs])
     monkeypatch.setattr(kernels, "run_on", lambda device: True)
     used = set()
-    for module, function in ((moment, "row_moment"), (moment, "patch_moment"), (lags, "lag_moments")):
+    for module, function in ((row_products, "row_moments"), (moment, "patch_moment"), (lags, "lag_moments")):
         original = getattr(module, function)
 
         def spy(*args, original=original, function=function, **options):
@@ -55,7 +55,12 @@ def test_few_rows_are_not_rounded(monkeypatch):
     """Rounding errors of a few rows do not cancel out."""
     monkeypatch.setattr(kernels, "run_on", lambda device: True)
     seen = []
-    monkeypatch.setattr(moment, "row_moment", lambda rows, *, ones, precision: seen.append(precision) or torch.eye(4))
+
+    def look(rows, *, ones, precision):
+        seen.append(precision)
+        return torch.eye(4)[None]
+
+    monkeypatch.setattr(row_products, "row_moments", look)
     for rows in (128, 4096):
         moments.second_moment(nn.Linear(3, 1), torch.zeros(rows, 3), ones=True)
     assert seen == ["tf32x3", "tf32"]

@@ -5,7 +5,7 @@ from torch import nn
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from consequent.engines.gpu.kernels.moment import patch_moment, row_moment
+from consequent.engines.gpu.kernels.moment import patch_moment
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = DEVICE == "cpu"
@@ -78,14 +78,6 @@ def test_moment_of_large_images(channels, layout):
     assert_close(moment, expected_moment(inputs, (3, 3), twos, ones, ones, True), 3e-3)
 
 
-@pytest.mark.parametrize("rows", [1, 130])
-@pytest.mark.parametrize(("size", "ones"), [(1, True), (31, False), (70, True)])
-def test_moment_of_rows(rows, size, ones):
-    inputs = torch.randn(rows, 2 * size, generator=torch.Generator().manual_seed(rows)).to(DEVICE)[:, ::2]
-    moment = row_moment(inputs, ones=ones, precision="ieee")
-    assert_close(moment, second_moment(nn.Linear(size, 1), inputs.cpu().double(), ones=ones)[0], 1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_inputs_of_half_the_size_are_summed_in_float32(dtype):
     inputs = images((4, 5, 8, 8), "channels_last", dtype)
@@ -114,23 +106,23 @@ def test_what_is_not_finite_is_seen_on_the_diagonal():
 def test_no_images_give_zeros():
     empty = torch.empty(0, 3, 4, 4, device=DEVICE)
     assert torch.equal(patch_moment(empty, (3, 3), (1, 1), (1, 1), (1, 1), ones=True).cpu(), torch.zeros(28, 28))
-    assert torch.equal(row_moment(torch.empty(0, 3, device=DEVICE), ones=False).cpu(), torch.zeros(3, 3))
 
 
 def test_bad_arguments_are_refused():
     inputs = images((2, 3, 4, 4), "contiguous")
     with pytest.raises(TypeError, match="float64"):
-        row_moment(torch.zeros(2, 2, dtype=torch.float64, device=DEVICE), ones=True)
+        patch_moment(inputs.double(), (3, 3), (1, 1), (1, 1), (1, 1), ones=True)
     with pytest.raises(ValueError, match="precision must be one of"):
-        row_moment(torch.zeros(2, 2, device=DEVICE), ones=True, precision="fp8")
+        patch_moment(inputs, (3, 3), (1, 1), (1, 1), (1, 1), ones=True, precision="fp8")
     with pytest.raises(ValueError, match="dimensions"):
-        row_moment(inputs, ones=True)
+        patch_moment(inputs[0], (3, 3), (1, 1), (1, 1), (1, 1), ones=True)
     with pytest.raises(ValueError, match="does not fit"):
         patch_moment(inputs, (7, 3), (1, 1), (1, 1), (1, 1), ones=True)
     with pytest.raises(ValueError, match="no such convolution"):
         patch_moment(inputs, (3, 3), (0, 1), (1, 1), (1, 1), ones=True)
     with pytest.raises(ValueError, match="32 bits"):
-        row_moment(torch.zeros(1, 1, device=DEVICE).expand(2**31, 1), ones=True)
+        many = torch.zeros(1, 1, 1, 1, device=DEVICE).expand(2**31, 1, 1, 1)
+        patch_moment(many, (1, 1), (1, 1), (0, 0), (1, 1), ones=True)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

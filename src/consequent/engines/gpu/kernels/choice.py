@@ -11,7 +11,7 @@ from consequent.engines.gpu import kernels
 if TYPE_CHECKING:
     from consequent.layers.convolution import Convolution
 
-__all__ = ["patch_moment_by_kernel", "patch_moments_by_kernel", "row_moment_by_kernel"]
+__all__ = ["patch_moment_by_kernel", "patch_moments_by_kernel", "row_moments_by_kernel"]
 
 # Inputs may be rounded to TF32 where the errors of so many rows cancel out (docs/speed.md, precision).
 ROWS_THAT_AVERAGE = 4096
@@ -23,23 +23,28 @@ WIDE = 256
 FEWEST_IMAGES = 16
 
 
-def row_moment_by_kernel(rows: Tensor, *, ones: bool) -> Tensor | None:
-    """The second moment of a matrix's rows, ``[1, D, D]``, where there is a kernel for it.
+def row_moments_by_kernel(rows: list[Tensor], *, ones: bool) -> Tensor | None:
+    """The second moments of several layers' rows, ``[layers, 1, D, D]``, where there is a kernel for them.
 
     float32 inputs of many rows are rounded to TF32: what is summed is then the exact second moment of inputs that
     differ by one part in 2048 at most, so it stays positive semi-definite; half-precision inputs are taken as they are.
     Sums are in float32.
     """
-    if not _are_taken(rows):
+    first = rows[0]
+    if not _are_taken(first):
         return None
-    from consequent.engines.gpu.kernels import moment as kernel
+    if first.dtype != torch.float32 and first.shape[-1] >= WIDE:
+        return torch.stack([_product_of_halves(matrix, ones=ones) for matrix in rows])
+    from consequent.engines.gpu.kernels.row_products import row_moments
 
-    if rows.dtype != torch.float32 and rows.shape[-1] >= WIDE:
-        from consequent.layers.operation import with_ones
+    return row_moments(rows, ones=ones, precision=_precision_for(len(first)))[:, None]
 
-        moment = torch.mm(rows.mT, rows, out_dtype=torch.float32)[None]  # exact products, summed in float32
-        return with_ones(moment, rows.sum(0, keepdim=True, dtype=torch.float32), len(rows)) if ones else moment
-    return kernel.row_moment(rows, ones=ones, precision=_precision_for(len(rows)))[None]
+
+def _product_of_halves(rows: Tensor, *, ones: bool) -> Tensor:
+    from consequent.layers.operation import with_ones
+
+    moment = torch.mm(rows.mT, rows, out_dtype=torch.float32)[None]  # exact products, summed in float32
+    return with_ones(moment, rows.sum(0, keepdim=True, dtype=torch.float32), len(rows)) if ones else moment
 
 
 def patch_moment_by_kernel(operation: "Convolution", inputs: Tensor, *, ones: bool) -> Tensor | None:

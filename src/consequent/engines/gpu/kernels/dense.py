@@ -18,7 +18,7 @@ launch      what its programs do
 ==========  ==========================================================================================================
 
 The first two need inputs alone, the third no gradient of a weight: in a CUDA graph they run beside the forward and the
-backward pass, the third in two launches.
+backward pass, the third in two launches. At the end of a backward pass, where there is no gradient yet, nobody looks.
 
 Partial sums lie in a scratch buffer and are added in a fixed order: the results are bitwise reproducible.
 """
@@ -52,12 +52,13 @@ from consequent.maths.rounding import ELIMINATION, LOST_PIVOT
 
 __all__ = ["MOST_ROWS", "DenseLayer", "DenseStep"]
 
-MOST_ROWS = 64
+MOST_ROWS = 128
 PRECISION = "tf32x3"  # of matrix products: about that of float32; "ieee" is float32 itself, without tensor cores
 
 _FIELDS = tl.constexpr(10)  # entries of the table per layer
 _PARTS = tl.constexpr(12)  # into which the columns of X are cut
-_MOST_SOLVERS = tl.constexpr(32)  # programs that share the outputs of a layer
+_MOST_SOLVERS = tl.constexpr(32)  # programs that share the outputs of a layer,
+_SOLVED = tl.constexpr(64)  # and how many of them they solve for at once, at most
 _PROBES = tl.constexpr(4)
 _MOST_SHARES = tl.constexpr(512)  # of one gradient
 # Trace, λ, whether K could be factorised, c, whether the gradient was edited, by what the bound shortens it, how many
@@ -102,6 +103,7 @@ class DenseStep:
         self._layers = layers
         self._flags = flags
         self._block_rows = max([16, *(triton.next_power_of_2(layer.inputs.shape[0]) for layer in layers)])
+        self._warps = 8 if self._block_rows > 64 else 4
         values, floats, self._aligned = _table_of(layers, self._block_rows)
         self._scratch = torch.empty(floats, dtype=torch.float32, device=flags.device)
         with device_guard(flags.device):
@@ -117,7 +119,7 @@ class DenseStep:
         widest = max(layer.weight_grad.shape[1] for layer in self._layers)
         parts = min(-(-widest // (_LEAST_BLOCKS.value * _GRAM_COLUMNS.value)), _PARTS.value)
         self._launch(_gram, parts, (), (self._block_rows, PRECISION))
-        warps = 1 if self._block_rows <= 32 else 4
+        warps = 1 if self._block_rows <= 32 else None
         self._launch(_factor, 1, (self._flags,), (self._block_rows,), warps=warps)
 
     def solve(self, first: int = 0, last: int | None = None) -> None:
@@ -129,7 +131,7 @@ class DenseStep:
         """
         layers = self._layers[first:last]
         outputs = max(layer.weight_grad.shape[0] for layer in layers)
-        solvers = min(-(-outputs // self._block_rows), _MOST_SOLVERS.value)
+        solvers = min(-(-outputs // min(self._block_rows, _SOLVED.value)), _MOST_SOLVERS.value)
         self._launch(_solve, solvers, (self._flags, first), (self._block_rows, PRECISION), layers=len(layers))
 
     def look(self) -> None:
@@ -138,7 +140,7 @@ class DenseStep:
         constants = (*_PROBE_TILE, self._block_rows, self._aligned)
         self._launch(_look, probers, (self._flags, share), constants)
 
-    def write(self, counts: Tensor, *, steps: int = 0, skips: int = 0) -> None:
+    def write(self, counts: Tensor, *, steps: int = 0, skips: int = 0, is_looked_at: bool = True) -> None:
         """Write the gradients of all layers, or zeros into all of them if the first flag is set; after all others.
 
         Args:
@@ -147,10 +149,13 @@ class DenseStep:
                 get ``s G / (trace + λ)``. So are raised pivots and shortened steps.
             steps: added to the first count.
             skips: added to the second one if the first flag is set.
+            is_looked_at: whether :meth:`look` was called. Otherwise what the gradients hold is not read, and what is
+                not finite leaves its mark on the gradient of its layer, as in any backward pass.
         """
+        flags = self._flags if is_looked_at else self._flags[1:]  # which are zero still
         share, writers = _shares_of_rows(self._layers, _WRITE_TILE, _WRITERS)
         constants = (*_WRITE_TILE, self._block_rows, PRECISION, self._aligned)
-        self._launch(_write, writers, (self._flags, counts, share, steps, skips), constants, stages=_WRITE_STAGES)
+        self._launch(_write, writers, (flags, counts, share, steps, skips), constants, stages=_WRITE_STAGES)
 
     def _launch(
         self,
@@ -160,14 +165,14 @@ class DenseStep:
         constants: tuple[Any, ...],
         *,
         layers: int | None = None,
-        warps: int = 4,
+        warps: int | None = None,
         stages: int = 1,
     ) -> None:
         """Launch so many programs for each layer, or for so many layers."""
         with device_guard(self._flags.device):
             grid = (len(self._layers) if layers is None else layers, programs, 1)
             arguments = (self._table, self._scratch, *arguments)
-            launch(kernel, grid, arguments, constants, num_warps=warps, num_stages=stages)
+            launch(kernel, grid, arguments, constants, num_warps=warps or self._warps, num_stages=stages)
 
 
 def _shares(layers: Sequence[DenseLayer], tile: tuple[int, int], programs: int) -> tuple[int, int]:
@@ -351,9 +356,13 @@ def _factor(table, scratch, flags, BLOCK_N: tl.constexpr):
     square = n[:, None] * BLOCK_N + n[None, :]
     parts = tl.cdiv(features, _chunk(features))
     gram = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
-    for part in tl.static_range(_PARTS):
-        there = n[:, None] < tl.where(part < parts, BLOCK_N, 0)
-        gram += tl.load(section + part * BLOCK_N * BLOCK_N + square, mask=there, other=0.0)
+    if BLOCK_N <= 64:
+        for part in tl.static_range(_PARTS):  # all are on their way at once
+            there = n[:, None] < tl.where(part < parts, BLOCK_N, 0)
+            gram += tl.load(section + part * BLOCK_N * BLOCK_N + square, mask=there, other=0.0)
+    else:
+        for part in range(parts):
+            gram += tl.load(section + part * BLOCK_N * BLOCK_N + square)
     inside = (n < rows)[:, None] & (n < rows)[None, :]
     gram += tl.where(inside & (tl.load(entry + 3) != 0), 1.0, 0.0)
 
@@ -371,6 +380,9 @@ def _factor(table, scratch, flags, BLOCK_N: tl.constexpr):
     tl.store(status, trace)
     tl.store(status + 1, level)
     tl.store(status + 2, ok.to(tl.float32))
+    tl.store(status + 3, 1.0)  # unless somebody looks
+    tl.store(status + 4, 0.0)
+    tl.store(status + 5, 1.0)
     tl.store(status + 6, raised.to(tl.float32))
     if _is_finite(trace) == 0:
         tl.store(flags, 1)
@@ -422,7 +434,8 @@ def _solve(table, scratch, flags, first: tl.int32, BLOCK_N: tl.constexpr, PRECIS
     layer, program = first + tl.program_id(0), tl.program_id(1)
     entry = table + layer * _FIELDS
     outputs = low_int(tl.load(entry + 5))
-    blocks = tl.cdiv(outputs, BLOCK_N)
+    BLOCK_O: tl.constexpr = min(BLOCK_N, _SOLVED)
+    blocks = tl.cdiv(outputs, BLOCK_O)
     solvers = tl.minimum(blocks, _MOST_SOLVERS)
     if program >= solvers:
         return
@@ -438,12 +451,15 @@ def _solve(table, scratch, flags, first: tl.int32, BLOCK_N: tl.constexpr, PRECIS
     sums = tl.zeros((BLOCK_N, 16), tl.float32)
     infinite = 0
     energy = 0.0
-    level = tl.load(_status_at(section, BLOCK_N) + 1)
+    status = _status_at(section, BLOCK_N)
+    level, ok = tl.load(status + 1), tl.load(status + 2) != 0
+    shortened = 1.0 / (tl.load(status) + level)  # what the plain gradient is multiplied by where there is no factor
     for block in range(program, blocks, solvers):
-        o = block * BLOCK_N + n
+        o = block * BLOCK_O + tl.arange(0, BLOCK_O)
         wanted = tl.load(row + o[None, :], (n < rows)[:, None] & (o < outputs)[None, :], other=0.0)
         halfway = tl.dot(V, wanted, input_precision=PRECISION) / pivots[:, None]
         A = tl.dot(tl.trans(V), halfway, input_precision=PRECISION)
+        A = tl.where(ok, A, wanted * shortened)
         tl.store(solution + o[None, :].to(tl.int64) * BLOCK_N + n[:, None], A, (o < outputs)[None, :])
         signs = _sign(_random_bits(o, 1)[:, None], probe[None, :])
         sums = tl.dot(wanted, signs, sums, input_precision=PRECISION)
@@ -452,7 +468,7 @@ def _solve(table, scratch, flags, first: tl.int32, BLOCK_N: tl.constexpr, PRECIS
     tl.store(_energies_at(section, BLOCK_N) + program, energy)
     place = _left_at(section, BLOCK_N) + program * BLOCK_N * _PROBES
     tl.store(place + n[:, None] * _PROBES + probe[None, :], sums, (probe < _PROBES)[None, :])
-    if (infinite > 0) & (tl.load(_status_at(section, BLOCK_N) + 2) != 0):
+    if infinite > 0:
         tl.store(flags, 1)
 
 
@@ -470,7 +486,8 @@ def _compare(entry, section, shares, BLOCK_N: tl.constexpr):
     n = tl.arange(0, BLOCK_N)
     has_one = n < tl.where(tl.load(entry + 3) != 0, rows, 0)
     right += tl.where(has_one[:, None], _sign(_random_bits(features, 0), probe[None, :]), 0.0)
-    solvers = tl.minimum(tl.cdiv(outputs, BLOCK_N), _MOST_SOLVERS)
+    BLOCK_O: tl.constexpr = min(BLOCK_N, _SOLVED)
+    solvers = tl.minimum(tl.cdiv(outputs, BLOCK_O), _MOST_SOLVERS)
     left = tl.reshape(_summed(_left_at(section, BLOCK_N), solvers, _MOST_SOLVERS, SIZE), (BLOCK_N, _PROBES))
     expected = tl.sum(left * right, 0)
     sizes = tl.sqrt(tl.sum(left * left, 0)) * tl.sqrt(tl.sum(right * right, 0))
@@ -631,7 +648,7 @@ def _write(
     n = tl.arange(0, BLOCK_N)
     row = gradient + o[:, None].to(tl.int64) * features
     has_bias = o < tl.where((bias_address != 0) & (first == 0), outputs, 0)
-    if is_bad | edited | (ok == 0):
+    if is_bad | edited:
         for tile in range(first, last):
             d = tile * TILE_D + tl.arange(0, TILE_D)
             mask = (o < outputs)[:, None] & (d < features)[None, :]
@@ -641,7 +658,7 @@ def _write(
         tl.store(bias_grad + o, tl.where(is_bad, 0.0, b), has_bias)
     else:
         A = tl.load(solution + o[:, None].to(tl.int64) * BLOCK_N + n[None, :], (o < outputs)[:, None], other=0.0)
-        A = A * (factor * scale * shorter)
+        A = A * (factor * scale * tl.where(ok, shorter, 1.0))
         X_row = inputs + n[:, None].to(tl.int64) * input_stride
         for tile in range(first, last):
             d = tile * TILE_D + tl.arange(0, TILE_D)

@@ -19,7 +19,7 @@ from torch import Tensor
 from consequent.engines.gpu.kernels.launch import launch
 from consequent.engines.gpu.kernels.table import device_guard
 
-__all__ = ["Precision", "patch_moment", "row_moment"]
+__all__ = ["Precision", "patch_moment"]
 
 Precision = Literal["tf32", "tf32x3", "ieee"]
 PRECISIONS = ("tf32", "tf32x3", "ieee")
@@ -63,21 +63,6 @@ def patch_moment(
     """
     check_inputs(inputs, 4, precision)
     return _moment(inputs, kernel_size, stride, padding, dilation, ones, precision)
-
-
-def row_moment(rows: Tensor, *, ones: bool, precision: Precision = "tf32") -> Tensor:
-    """``Σ x xᵀ`` over the rows ``x`` of a matrix; see :func:`patch_moment`.
-
-    Args:
-        rows: ``[rows, D]`` with any strides, float32, bfloat16 or float16.
-        ones: whether every row gets a last entry 1, whose weight is the bias.
-        precision: of the products.
-
-    Returns:
-        ``[D + ones, D + ones]`` in float32.
-    """
-    check_inputs(rows, 2, precision)
-    return _moment(rows[:, :, None, None], (1, 1), (1, 1), (0, 0), (1, 1), ones, precision)
 
 
 def check_inputs(inputs: Tensor, ndim: int, precision: str) -> None:
