@@ -3,19 +3,23 @@
 import math
 import warnings
 import weakref
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from consequent.capture.at_backward import BackwardCorrector, Gathered
 from consequent.capture.at_step import StepCorrector
 from consequent.capture.capture import Capture, Corrector
-from consequent.capture.use import Entry
+from consequent.capture.torch_internals import backward_pass_id
+from consequent.capture.use import Entry, Use
+from consequent.engines.gpu.after_pass import AfterPass
 from consequent.engines.in_backward import corrected_in_backward
 from consequent.engines.step import Rewriter
 from consequent.foresight import Foresight
@@ -250,6 +254,7 @@ class Consequentialism:
         )
         if process_group is not None:
             self._share_out(process_group)
+        self._after_pass = AfterPass(self._reports.on_device, self._solved_after_pass)
         _LIVE.add(self)
 
     # ---- attaching ----------------------------------------------------------------------------------------------
@@ -446,18 +451,28 @@ class Consequentialism:
         if self.loss_reduction == "mean":
             self._reports.samples_in_doubt(doubt_about_samples(passes, self._inner))
 
-    def _corrected_in_backward(self, gathered: Gathered, damping: Damping, scale: float) -> dict[Tensor, Tensor]:
+    def _corrected_in_backward(
+        self, gathered: Gathered, damping: Damping, scale: float, accumulators: Sequence[Node | None]
+    ) -> dict[Tensor, Tensor]:
+        if not self.check and self._after_pass.takes(gathered, damping, accumulators):
+            self._after_pass.add(gathered, damping, scale)
+            return {}
         corrected = corrected_in_backward(gathered, damping, scale, check=self.check)
         name = self._capture.names.get(gathered.products[0].use.layer, "")
         self._reports.solved(name, corrected.finite, corrected.rescued, corrected.fallen_back)
         self._rewriter.sides[name] = corrected.side
         return corrected.gradients
 
+    def _solved_after_pass(self, use: Use, side: str) -> None:
+        self._rewriter.sides[self._capture.names.get(use.layer, "")] = side
+
     # ---- ranks --------------------------------------------------------------------------------------------------
 
     def _before_entry(self) -> None:
         """Samples are about to enter the model."""
         self._notice_new_parameters()
+        if self.at == "backward" and backward_pass_id() == -1:
+            self._after_pass.forget()
         if self.at == "step" and self._rewriter.exchange is None and several_are_running():
             weight, _ = self._capture.parameters_of(next(iter(self._capture.layers.values())))
             group = group_of_model(self.model, self._layer_parameters()) or group_of_running_wrapper(weight)

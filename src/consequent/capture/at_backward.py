@@ -6,7 +6,7 @@ and hands the consequentialist gradient on to ``.grad``. The plain one is never 
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -110,14 +110,14 @@ class _GateFunction(torch.autograd.Function):
         gate: Gate = ctx.gate
         gathered = gate.gather(grads)
         corrector = gate.corrector
-        new = {} if corrector is None else corrector.solve(gate, gathered)
+        new = {} if corrector is None else corrector.solve(gate, gathered, [node for node, _ in ctx.next_functions])
         return (None, *(new.get(parameter) for parameter in gate.held))
 
 
 leave_uncompiled(__name__, "backward", of_class="_GateFunction")
 
 
-Solve = Callable[[Gathered, Damping, float], dict[Tensor, Tensor]]
+Solve = Callable[[Gathered, Damping, float, Sequence[Node | None]], dict[Tensor, Tensor]]
 
 
 class BackwardCorrector:
@@ -126,7 +126,8 @@ class BackwardCorrector:
     Args:
         damping_of: λ for a parameter.
         divisor_for: what the loss of a pass is divided by, from the entries that take part in it.
-        solve: from what was gathered, λ and that divisor to the new gradients.
+        solve: from what was gathered, λ, that divisor and the nodes to which the gradients go, to the new gradients;
+            none for those that come later.
     """
 
     replaces_gradients = True
@@ -193,14 +194,14 @@ class BackwardCorrector:
 
     # ---- solving ----------------------------------------------------------------------------------------------------
 
-    def solve(self, gate: Gate, gathered: Gathered) -> dict[Tensor, Tensor]:
+    def solve(self, gate: Gate, gathered: Gathered, accumulators: Sequence[Node | None]) -> dict[Tensor, Tensor]:
         """New gradients, by parameter. The gate is over, and its graph need not be kept."""
         for weight in [weight for weight, (known, _) in self._gates.items() if known is gate]:
             del self._gates[weight]
         if not gathered.products:
             return gathered.arrived
         key = gathered.products[0].use.key
-        return self._solve(gathered, self._damping_of(key), self._divisor())
+        return self._solve(gathered, self._damping_of(key), self._divisor(), accumulators)
 
     def _divisor(self) -> float:
         """What the running pass's loss was divided by; the same for all layers."""

@@ -224,10 +224,6 @@ class Record:
             self.statistic = Idle.of(use) if self.statistic is None else self.statistic.add(use)
             return
         use.take(inputs, output_grad)
-        if use.inputs_there is not None:  # otherwise there was no CUDA graph, and nobody asks
-            use.output_grad_there = event_in_graph()
-            if not use.inputs_stayed:
-                use.inputs_there = use.output_grad_there
         if isinstance(self.statistic, Moment) or use.operation.is_diagonal:
             self._look_at(use)
         self.statistic = _of_one(use) if self.statistic is None else self.statistic.add(use)

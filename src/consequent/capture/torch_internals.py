@@ -83,6 +83,38 @@ def leaf_of(node: Node | None) -> Tensor | None:
     return leaf
 
 
+def comes_in_time(leaf: Tensor, accumulator: Node | None) -> bool:
+    """Whether it is early enough to add to the parameter's ``.grad`` when the running pass is over.
+
+    Not where a hook of the parameter wants the gradient when it comes, nor in ``torch.autograd.grad``, nor where the
+    accumulator is another tensor's.
+
+    Args:
+        leaf: the parameter.
+        accumulator: the node of the graph to which its gradient goes.
+    """
+    if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+        return False
+    if hasattr(leaf, "_in_backward_optimizers"):  # of torch.distributed.optim
+        return False
+    return leaf_of(accumulator) is leaf and will_run(accumulator)
+
+
+def has_hooks(accumulator: Node | None) -> bool:
+    """Whether somebody has registered hooks on the node. All of one kind are in one dictionary, ours among them."""
+    if accumulator is None:
+        return False
+    handles = [accumulator.register_hook(_nothing), accumulator.register_prehook(_nothing)]
+    found = any(len(handle.hooks_dict_ref() or ()) > 1 for handle in handles)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def _nothing(*_: Any) -> None:
+    """A hook that does nothing."""
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Call back when the running backward pass has written all its gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

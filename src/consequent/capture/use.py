@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from consequent.capture.torch_internals import version_of
+from consequent.engines.gpu.streams import event_in_graph
 from consequent.layers import Operation
 
 
@@ -112,6 +113,10 @@ class Use:
         if inputs is not None:
             self.inputs, self.inputs_version = inputs.detach(), version_of(inputs)
         self.output_grad = output_grad.detach()
+        if self.inputs_there is not None:  # otherwise there was no CUDA graph, and nobody asks
+            self.output_grad_there = event_in_graph()
+            if not self.inputs_stayed:
+                self.inputs_there = self.output_grad_there
 
     def let_go(self) -> None:
         """Inputs and output gradients are not needed any more."""

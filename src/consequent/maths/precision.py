@@ -18,18 +18,29 @@ def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
 
     A triangular solve with TF32 products inside has three correct digits where it should have six.
     """
+    uncast = without_autocast(function)
 
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        autocast, rounds = autocast_is_on(), _products_are_rounded()
-        if not autocast and not rounds:
+        if not _products_are_rounded():
+            return uncast(*args, **kwargs)
+        with _unrounded_products():
+            return uncast(*args, **kwargs)
+
+    return wrapper
+
+
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Compute with the tensors as they are, also inside ``autocast``; TF32 products stay allowed where they are."""
+
+    @wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not autocast_is_on():
             return function(*args, **kwargs)
         with ExitStack() as stack:
-            for device_type in ("cpu", "cuda", "mps", "xpu") if autocast else ():
+            for device_type in ("cpu", "cuda", "mps", "xpu"):
                 if torch.is_autocast_enabled(device_type):
                     stack.enter_context(torch.autocast(device_type, enabled=False))
-            if rounds:
-                stack.enter_context(_unrounded_products())
             return function(*args, **kwargs)
 
     return wrapper

@@ -16,9 +16,12 @@ from torch import Tensor
 from consequent.capture.edits import rounding
 from consequent.capture.records import Record
 from consequent.capture.torch_internals import graph_is_being_captured
+from consequent.capture.use import Use
 from consequent.engines.engine import Outcome, Work
 from consequent.engines.gpu import kernels
 from consequent.engines.gpu.streams import Fork, side_stream, switched_to
+from consequent.engines.inverse_factor import InverseFactor
+from consequent.maths.damping import Damping
 from consequent.statistics.gradients import trained
 from consequent.statistics.rows import Rows
 from consequent.statistics.solution import Solution
@@ -68,16 +71,22 @@ def fused_step_of(solutions: Sequence[Solution]) -> "FusedStep | None":
 
 
 class FusedStep:
-    """The records that the kernels correct together, all on one device.
+    """The layers that the kernels correct together, all on one device.
+
+    Args:
+        device: theirs.
+        has_gradients: whether there are gradients already, which may have been edited: at the step. Then NaN or inf
+            anywhere zeroes all; at the end of a backward pass, it stays in the gradient of its layer.
 
     Attributes:
-        sides: of those, on which each is solved.
+        sides: on which each record is solved.
         is_bad: int32 of one element, on the device: 1 if NaN or inf was met. Others may set it as well.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, has_gradients: bool = True) -> None:
         self.device = device
         self.sides: dict[Record, str] = {}
+        self._has_gradients = has_gradients
         self._dense: list[DenseLayer] = []
         self._features: list[FeatureLayer] = []
         self._inputs_there: list[torch.cuda.Event | None] = []  # of the dense layers, in a CUDA graph
@@ -97,36 +106,75 @@ class FusedStep:
         factor = record.captured.factor_for(damping)
         if factor is None:
             return False
-        from consequent.engines.gpu.kernels.features import FeatureLayer
-
-        limit = math.inf if work.limit is None else work.limit
-        self._features.append(FeatureLayer(*grads, factor.inverse, factor.status, work.scale, limit))
+        self.add_features(*grads, factor, work.scale, work.limit)
         self.sides[record] = "features"
         return True
 
-    def _take_dense(self, work: Work, weight_grad: Tensor, bias_grad: Tensor | None) -> bool:
-        from consequent.engines.gpu.kernels.dense import MOST_ROWS, DenseLayer
+    def add_features(
+        self,
+        weight_grad: Tensor,
+        bias_grad: Tensor | None,
+        factor: InverseFactor,
+        scale: float,
+        limit: float | None = None,
+    ) -> None:
+        """One more layer on the feature side.
 
+        Args:
+            weight_grad: G, float32, contiguous or channels last; replaced by :meth:`write`.
+            bias_grad: likewise.
+            factor: of the second moment of the inputs.
+            scale: what the loss was divided by.
+            limit: of the change of the outputs, if there is one.
+        """
+        from consequent.engines.gpu.kernels.features import FeatureLayer
+
+        most = math.inf if limit is None else limit
+        self._features.append(FeatureLayer(weight_grad, bias_grad, factor.inverse, factor.status, scale, most))
+
+    def _take_dense(self, work: Work, weight_grad: Tensor, bias_grad: Tensor | None) -> bool:
         record = work.record
         use = record.uses[0]
         use.refuse_overwritten_inputs()
+        if len(record.uses) > 1 or not fits_dense_kernel(use) or not weight_grad.is_contiguous():
+            return False
+        self.add_dense(use, weight_grad, bias_grad, work.damping, work.scale, rounding(record), work.limit)
+        self.sides[record] = "samples"
+        return True
+
+    def add_dense(
+        self,
+        use: Use,
+        weight_grad: Tensor,
+        bias_grad: Tensor | None,
+        damping: Damping,
+        scale: float,
+        tolerance: float = 0.0,
+        limit: float | None = None,
+    ) -> None:
+        """One more layer on the sample side.
+
+        Args:
+            use: one that :func:`fits_dense_kernel`.
+            weight_grad: ``[O, D]``, float32, contiguous: replaced by :meth:`write`.
+            bias_grad: likewise.
+            damping: λ.
+            scale: what the loss was divided by.
+            tolerance: how far the gradient may be from a multiple of ``ΔZᵀX`` by rounding.
+            limit: of the change of the outputs, if there is one.
+        """
+        from consequent.engines.gpu.kernels.dense import DenseLayer
+
         inputs, output_grad = use.inputs, use.output_grad
-        if len(record.uses) > 1 or not record.operation.is_dense or not 0 < use.rows <= MOST_ROWS:
-            return False
-        if inputs is None or output_grad is None or not weight_grad.is_contiguous():
-            return False
-        if inputs.dtype != torch.float32 or output_grad.dtype != torch.float32:
-            return False
+        assert inputs is not None
+        assert output_grad is not None
         X, dZ = (_rows(matrix) for matrix in (inputs, output_grad))
-        level = work.damping.level(record.rows, record.columns)
-        limit = math.inf if work.limit is None else work.limit
-        how = (level.value, level.of_trace, work.scale, rounding(record), limit)
-        layer = DenseLayer(X, dZ, weight_grad, bias_grad, *how)
+        level = damping.level(use.rows, use.features + (bias_grad is not None))
+        most = math.inf if limit is None else limit
+        layer = DenseLayer(X, dZ, weight_grad, bias_grad, level.value, level.of_trace, scale, tolerance, most)
         self._dense.append(layer)
         self._inputs_there.append(use.inputs_there if X.data_ptr() == inputs.data_ptr() else None)
         self._output_grads_there.append(use.output_grad_there if dZ.data_ptr() == output_grad.data_ptr() else None)
-        self.sides[record] = "samples"
-        return True
 
     def prepare(self) -> None:
         """Solve for all layers; no gradient is written yet."""
@@ -145,7 +193,7 @@ class FusedStep:
                     self._solve_aside(self._dense_step, aside)
         if aside is not None:
             aside.join()
-        if self._dense_step is not None:
+        if self._dense_step is not None and self._has_gradients:
             self._dense_step.look()
         self.is_bad = flags[:1]
         if self._features:
@@ -163,12 +211,12 @@ class FusedStep:
         """
         steps, skips = int(counts_step), int(counts_skip)
         if self._dense_step is not None:
-            self._dense_step.write(counts, steps=steps, skips=skips)
+            self._dense_step.write(counts, steps=steps, skips=skips, is_looked_at=self._has_gradients)
             steps = skips = 0
         if self._prepared is not None:
             from consequent.engines.gpu.kernels.features import write_features
 
-            write_features(self._prepared, counts, steps=steps, skips=skips)
+            write_features(self._prepared, counts, steps=steps, skips=skips, zeroes_bad=self._has_gradients)
         grads = [parameter.grad for record in self.sides for parameter in trained(record)]
         torch.autograd.graph.increment_version([grad for grad in grads if grad is not None])
 
@@ -186,6 +234,16 @@ class FusedStep:
         if not self._dense or not graph_is_being_captured():
             return None
         return Fork(side_stream(self.device, "samples"), self._inputs_there)
+
+
+def fits_dense_kernel(use: Use) -> bool:
+    """Whether the kernel for dense layers on the sample side takes this use: float32, not transposed, not many rows."""
+    from consequent.engines.gpu.kernels.dense import MOST_ROWS
+
+    inputs, output_grad = use.inputs, use.output_grad
+    if inputs is None or output_grad is None or not use.operation.is_dense or use.operation.is_transposed:
+        return False
+    return 0 < use.rows <= MOST_ROWS and inputs.dtype == torch.float32 and output_grad.dtype == torch.float32
 
 
 def _grads_of_one_layer(record: Record) -> tuple[Tensor, Tensor | None] | None:

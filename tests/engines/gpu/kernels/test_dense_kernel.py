@@ -89,7 +89,10 @@ SETS = {
     ],
     "more rows than features": [(40, 7, 12, {"damping": 2.0}), (33, 1, 5, {"bias": False, "damping": 0.5})],
     "many outputs": [(5, 30, 300, {"factor": -2.0})],
-    "batch of 128": [(128, 140, 150, {"factor": 0.7, "damping": 3.0}), (100, 200, 10, {"of_trace": True, "damping": 1e-3})],
+    "batch of 128": [
+        (128, 140, 150, {"factor": 0.7, "damping": 3.0}),
+        (100, 200, 10, {"of_trace": True, "damping": 1e-3}),
+    ],
 }
 
 

@@ -120,8 +120,8 @@ def test_bad_arguments_are_refused():
         patch_moment(inputs, (7, 3), (1, 1), (1, 1), (1, 1), ones=True)
     with pytest.raises(ValueError, match="no such convolution"):
         patch_moment(inputs, (3, 3), (0, 1), (1, 1), (1, 1), ones=True)
+    many = torch.zeros(1, 1, 1, 1, device=DEVICE).expand(2**31, 1, 1, 1)
     with pytest.raises(ValueError, match="32 bits"):
-        many = torch.zeros(1, 1, 1, 1, device=DEVICE).expand(2**31, 1, 1, 1)
         patch_moment(many, (1, 1), (1, 1), (0, 0), (1, 1), ones=True)
 
 

@@ -127,7 +127,9 @@ def prepare_features(layers: Sequence[FeatureLayer], bad: Tensor) -> PreparedFea
         )
 
 
-def write_features(prepared: PreparedFeatures, counts: Tensor, *, steps: int = 0, skips: int = 0) -> None:
+def write_features(
+    prepared: PreparedFeatures, counts: Tensor, *, steps: int = 0, skips: int = 0, zeroes_bad: bool = True
+) -> None:
     """Write ``s Y W`` into the gradients of all layers, or zeros into all of them if ``bad`` is set by now.
 
     Args:
@@ -136,11 +138,13 @@ def write_features(prepared: PreparedFeatures, counts: Tensor, *, steps: int = 0
             factor has raised pivots, and layers without a factor, which get ``s G / (trace + λ)``, are counted.
         steps: added to the first count.
         skips: added to the second one if ``bad`` is set.
+        zeroes_bad: otherwise what is not finite leaves its mark on the gradient of its layer.
     """
-    with device_guard(prepared.bad.device):
+    bad = prepared.bad if zeroes_bad else torch.zeros_like(prepared.bad)
+    with device_guard(bad.device):
         for multiplied, tiling in ((prepared.small, _tilings_of(prepared.small)[1]), (prepared.large, _COPIES)):
             if multiplied is not None:
-                arguments = (prepared.bad, counts, sum(multiplied.entries), multiplied.parts, steps, skips)
+                arguments = (bad, counts, sum(multiplied.entries), multiplied.parts, steps, skips)
                 constants = (*tiling[:3], PRECISION, multiplied is prepared.small)
                 multiplied.launch(_second_product, tiling, arguments, constants)
                 steps = skips = 0

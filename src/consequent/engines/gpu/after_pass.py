@@ -1,0 +1,289 @@
+"""``at="backward"`` on a GPU: the gradients of all weights of a pass are computed together, at its end.
+
+One weight after the other would cost a dozen launches each. So a weight's node hands on nothing; its inputs and output
+gradients wait, on the feature side its plain gradient while the factor of the second moment is computed beside the pass
+(:mod:`consequent.engines.gpu.beside_backward`). When the pass is over all are solved in a few launches, and added to
+``.grad``. This is for weights whose gradient nobody reads during the pass: hooks of theirs, and wrappers that reduce
+gradients over ranks, get theirs at once (:mod:`consequent.engines.in_backward`).
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from consequent.capture.at_backward import Gathered
+from consequent.capture.records import Record
+from consequent.capture.torch_internals import (
+    after_backward,
+    backward_pass_id,
+    comes_in_time,
+    graph_is_being_captured,
+    has_hooks,
+)
+from consequent.capture.use import Use
+from consequent.engines.gpu import kernels
+from consequent.engines.gpu.beside_backward import Ahead
+from consequent.engines.gpu.by_kernels import FusedStep, fits_dense_kernel
+from consequent.engines.gpu.many_rows import FactorisedRows, RowLayer, factorise_rows, solve_rows
+from consequent.engines.gpu.streams import Fork, side_stream, switched_to
+from consequent.maths.damping import Damping
+from consequent.maths.precision import without_autocast
+from consequent.ranks.process_group import several_are_running
+from consequent.statistics.rows import Rows
+
+MOST_PASSES = 16  # that are remembered although they raised
+LOOK_EVERY = 100  # passes, for hooks on accumulators
+
+
+@dataclass
+class _Waiting:
+    """A weight that is solved for when the pass is over.
+
+    Attributes:
+        use: its only one, with inputs and output gradients on the sample side.
+        damping: λ.
+        scale: what the loss was divided by.
+        record: on the feature side, where its second moment is computed.
+        weight_grad: the plain gradient, there; later the new one.
+        bias_grad: likewise.
+    """
+
+    use: Use
+    damping: Damping
+    scale: float
+    record: Record | None = None
+    weight_grad: Tensor | None = None
+    bias_grad: Tensor | None = None
+
+    def hand_over(self) -> None:
+        """Add the new gradients to ``.grad``."""
+        _add_to(self.use.weight, self.weight_grad)
+        if self.use.bias is not None:
+            _add_to(self.use.bias, self.bias_grad)
+
+
+@dataclass
+class _Pass:
+    waiting: list[_Waiting] = field(default_factory=list)
+
+
+class AfterPass:
+    """The weights of backward passes under way that are solved for at the end.
+
+    Args:
+        counts_on: the counts on a device, see :class:`consequent.reports.counters.Tally`.
+        solved: is told each use and the side on which it was solved.
+        ahead: computes second moments beside the pass.
+    """
+
+    def __init__(
+        self,
+        counts_on: Callable[[torch.device], Tensor],
+        solved: Callable[[Use, str], None],
+        ahead: Ahead | None = None,
+    ) -> None:
+        self._counts_on = counts_on
+        self._solved = solved
+        self._ahead = Ahead() if ahead is None else ahead
+        self._records: dict[int, Record] = {}  # by the weight's id: whose recordings they are
+        self._hooked: dict[int, int] = {}  # by the weight's id: when to look again, or -1 for hooks on its accumulator
+        self._passes: dict[int, _Pass] = {}
+        self._lock = threading.Lock()  # each GPU has a thread of its own in a backward pass
+
+    def takes(self, gathered: Gathered, damping: Damping, accumulators: Sequence[Node | None]) -> bool:
+        """Whether the weight can wait: an ordinary one, whose gradient nobody reads before the end of the pass.
+
+        Args:
+            gathered: what the pass said of it.
+            damping: λ.
+            accumulators: the nodes to which the gradients of the weight and its bias go.
+        """
+        if len(gathered.products) != 1 or gathered.arrived or gathered.transposed is not None or damping.value == 0:
+            return False
+        use, inputs, output_grad = gathered.products[0]
+        if inputs is None or not kernels.run_on(output_grad.device) or torch.is_grad_enabled():
+            return False
+        held = [use.weight] if use.bias is None else [use.weight, use.bias]
+        if len(accumulators) != len(held) or use.operation.is_sparse or use.rows == 0 or inputs.numel() == 0:
+            return False
+        if use.operation.groups > 1 or use.operation.is_transposed:
+            return False
+        if any(p.dtype != torch.float32 or not _is_dense(p) for p in held):
+            return False
+        if torch.is_anomaly_enabled() or several_are_running():
+            return False
+        is_on_sample_side = use.rows < use.features + len(held) - 1
+        if is_on_sample_side and not (use.operation.is_dense and inputs.dtype == output_grad.dtype == torch.float32):
+            return False
+        for parameter, node in zip(held, accumulators, strict=True):
+            if not comes_in_time(parameter, node):
+                return False
+        return not self._is_hooked(use.weight, accumulators[0])
+
+    def _is_hooked(self, weight: Tensor, accumulator: Node | None) -> bool:
+        """Whether somebody wants to know of the gradient's arrival; looked at now and then, as it takes a while."""
+        left = self._hooked.get(id(weight), 0)
+        if left == 0:
+            left = -1 if has_hooks(accumulator) else LOOK_EVERY
+        self._hooked[id(weight)] = max(left - 1, -1)
+        return left == -1
+
+    def add(self, gathered: Gathered, damping: Damping, scale: float) -> None:
+        """Let a weight wait that :meth:`takes` approves of.
+
+        Args:
+            gathered: what the pass said of it.
+            damping: λ.
+            scale: what its gradient is multiplied by: the loss's divisor.
+        """
+        use, inputs, output_grad = gathered.products[0]
+        use.take(inputs, output_grad)
+        waiting = _Waiting(use, damping, scale)
+        if use.rows >= use.features + (use.bias is not None):
+            self._add_features(waiting)
+        now = backward_pass_id()
+        with self._lock:
+            running = self._passes.get(now)
+            if running is None:
+                while len(self._passes) > MOST_PASSES:
+                    self._passes.pop(next(iter(self._passes)))
+                running = self._passes[now] = _Pass()
+                after_backward(lambda: self._finish(now))
+            running.waiting.append(waiting)
+
+    def _add_features(self, waiting: _Waiting) -> None:
+        use = waiting.use
+        waiting.weight_grad, waiting.bias_grad = _plain_gradients(use)
+        use.output_grad = None
+        record = self._records.setdefault(id(use.weight), Record(use.weight))
+        if record.weight is not use.weight or not record.is_empty:  # another pass is under way
+            record = Record(use.weight)
+        record.statistic, record.usual_uses = Rows.of(use), 1
+        waiting.record = record
+        self._ahead.add(record, waiting.damping)
+
+    @torch.no_grad()
+    def _finish(self, now: int) -> None:
+        """The pass is over."""
+        with self._lock:
+            running = self._passes.pop(now, None)
+        if running is None:
+            return
+        self._ahead.join()
+        by_device: dict[torch.device, list[_Waiting]] = {}
+        for waiting in running.waiting:
+            waiting.use.refuse_overwritten_inputs()
+            by_device.setdefault(waiting.use.weight.device, []).append(waiting)
+        for device, its in by_device.items():
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                self._solve(device, its)
+        for waiting in running.waiting:
+            waiting.hand_over()
+            self._solved(waiting.use, "samples" if waiting.record is None else "features")
+            waiting.use.let_go()
+            if waiting.record is not None:
+                waiting.record.statistic = None
+
+    def _solve(self, device: torch.device, all_waiting: list[_Waiting]) -> None:
+        """Compute the new gradients of all weights on one device."""
+        step = FusedStep(device, has_gradients=False)
+        counts = self._counts_on(device)
+        many: dict[object, list[tuple[_Waiting, RowLayer]]] = {}
+        is_used = False
+        for waiting in all_waiting:
+            use = waiting.use
+            if waiting.record is not None:
+                factor = waiting.record.captured.factor_for(waiting.damping)
+                assert factor is not None
+                assert waiting.weight_grad is not None
+                step.add_features(waiting.weight_grad, waiting.bias_grad, factor, waiting.scale)
+                is_used = True
+            elif fits_dense_kernel(use):
+                waiting.weight_grad = torch.empty_like(use.weight)
+                waiting.bias_grad = None if use.bias is None else torch.empty_like(use.bias)
+                step.add_dense(use, waiting.weight_grad, waiting.bias_grad, waiting.damping, waiting.scale)
+                is_used = True
+            else:
+                layer = _row_layer(waiting)
+                many.setdefault(layer.kind, []).append((waiting, layer))
+        factorised = _factorised_aside(device, list(many.values()))
+        if is_used:
+            step.prepare()
+            step.write(counts)
+        for its, group in zip(many.values(), factorised, strict=True):
+            weight_grads, bias_grads = solve_rows(group)
+            for (waiting, _), weight_grad, bias_grad in zip(its, weight_grads, bias_grads, strict=True):
+                waiting.weight_grad, waiting.bias_grad = weight_grad, bias_grad
+            _count(group, counts)
+
+    def forget(self) -> None:
+        """Drop what is left of passes that raised."""
+        if not self._passes:
+            return
+        self._passes.clear()
+        self._ahead.forget()
+        for record in self._records.values():
+            record.statistic = None
+
+
+def _row_layer(waiting: _Waiting) -> RowLayer:
+    use = waiting.use
+    assert use.inputs is not None
+    assert use.output_grad is not None
+    inputs, output_grads = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (use.inputs, use.output_grad))
+    has_bias = use.bias is not None
+    level = waiting.damping.level(use.rows, use.features + has_bias)
+    return RowLayer(inputs, output_grads, has_bias, level, waiting.scale)
+
+
+def _factorised_aside(device: torch.device, groups: list[list[tuple[_Waiting, RowLayer]]]) -> list[FactorisedRows]:
+    """The Gram matrices' factors; in a CUDA graph beside the backward pass, since they need its inputs alone."""
+    if not groups or not graph_is_being_captured():
+        return [factorise_rows([layer for _, layer in group]) for group in groups]
+    aside = Fork(side_stream(device, "many rows"), [w.use.inputs_there for group in groups for w, _ in group])
+    with switched_to(aside.stream):
+        factorised = [factorise_rows([layer for _, layer in group]) for group in groups]
+    aside.join()
+    return factorised
+
+
+def _count(group: FactorisedRows, counts: Tensor) -> None:
+    from consequent.engines.gpu.kernels.counting import count_factors
+
+    count_factors(group.factors.status, counts)
+
+
+@without_autocast
+def _plain_gradients(use: Use) -> tuple[Tensor, Tensor | None]:
+    """``ΔZᵀX`` and the bias's, in the parameters' shapes and dtype, by products as the user allows them."""
+    assert use.inputs is not None
+    assert use.output_grad is not None
+    weight_grad = use.operation.weight_gradient(use.inputs, use.output_grad).to(use.weight.dtype)
+    if not _is_dense(weight_grad):
+        weight_grad = weight_grad.contiguous()
+    if use.bias is None:
+        return weight_grad, None
+    return weight_grad, use.operation.bias_gradient(use.output_grad).to(use.bias.dtype).contiguous()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its numbers lie side by side, in an order that the kernels know."""
+    return tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+def _add_to(parameter: Tensor, gradient: Tensor | None) -> None:
+    """As the parameter's accumulator would."""
+    assert gradient is not None
+    if parameter.grad is None:
+        if gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter).copy_(gradient)
+        parameter.grad = gradient
+    elif parameter.grad.requires_grad:
+        parameter.grad = parameter.grad + gradient
+    else:
+        parameter.grad += gradient
