@@ -13,14 +13,14 @@ from consequent.capture.edits import factors_on_device
 from consequent.capture.records import Record
 from consequent.engines.engine import Work, WritesOneByOne
 from consequent.engines.inverse_factor import inverse_factor
-from consequent.maths.damping import Damping
+from consequent.maths.damping import Level
 from consequent.statistics.gradients import change_of
 from consequent.statistics.row_matrices import RowMatrices, energy_of
 from consequent.statistics.rows import Rows
 from consequent.statistics.solution import Solution
 
-# Rows and outputs, the dtype, where they are, λ, columns if that matters for λ, and the scale.
-_Kind = tuple[torch.Size, torch.dtype, torch.device, Damping, int, float]
+# Groups and rows, the dtype, where they are, λ, and the scale.
+_Kind = tuple[torch.Size, torch.dtype, torch.device, Level, float]
 
 
 class Unwatched(WritesOneByOne):
@@ -28,26 +28,24 @@ class Unwatched(WritesOneByOne):
 
     def solve(self, works: Sequence[Work]) -> list[Solution]:
         """Solutions for the works with rows, on such devices."""
-        groups: dict[
-            tuple[torch.Size, torch.dtype, torch.device, Damping, int, float], list[tuple[Record, RowMatrices]]
-        ] = {}
+        groups: dict[_Kind, list[tuple[Record, RowMatrices]]] = {}
         for record, damping, may_wait, scale, _ in works:
             if may_wait or type(record.statistic) is not Rows or record.beside or damping.value == 0:
                 continue
             rows = record.statistic.matrices()
-            dZ, columns = rows.output_grads, rows.size[1] if damping.relative else 0
-            key = (dZ.shape[:2], record.first_use.dtype, dZ.device, damping, columns, scale)  # the layer's dtype
+            dZ, level = rows.output_grads, damping.level(*rows.size)
+            key = (dZ.shape[:2], record.first_use.dtype, dZ.device, level, scale)  # the layer's dtype
             groups.setdefault(key, []).append((record, rows))
         return [
             replace(solution, scale=scale)
-            for (*_, damping, _, scale), members in groups.items()
-            for solution in _solutions_of_group(members, damping)
+            for (*_, level, scale), members in groups.items()
+            for solution in _solutions_of_group(members, level)
         ]
 
 
-def _solutions_of_group(members: list[tuple[Record, RowMatrices]], damping: Damping) -> list[Solution]:
+def _solutions_of_group(members: list[tuple[Record, RowMatrices]], level_of: Level) -> list[Solution]:
     grams = torch.stack([rows.gram() for _, rows in members])
-    solver = inverse_factor(grams, damping.level(*members[0][1].size))
+    solver = inverse_factor(grams, level_of)
     factors, edited, found = factors_on_device(members)
     trace, level, is_good, _ = solver.status.unbind(-1)  # [members, groups]
     plain = edited[:, None] | (is_good == 0)

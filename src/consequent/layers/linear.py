@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from consequent.engines.gpu.kernels.choice import row_moments_by_kernel
+from consequent.engines.gpu.kernels.choice import row_moments_by_products
 from consequent.layers.operation import Canonical, Operation, at_least_float32, with_ones
 
 
@@ -83,9 +83,9 @@ class Linear(Operation):
 
     def second_moments(self, inputs: list[Tensor], *, ones: bool) -> Tensor:
         """``[layers, 1, D, D]``, or one larger with ``ones``."""
-        by_kernel = row_moments_by_kernel(inputs, ones=ones)
-        if by_kernel is not None:
-            return by_kernel
+        by_products = row_moments_by_products(inputs, ones=ones)
+        if by_products is not None:
+            return by_products
         moments = []
         for tensor in inputs:
             rows = at_least_float32(tensor)[None]

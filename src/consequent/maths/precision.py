@@ -46,8 +46,44 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
+def tf32_is_allowed() -> bool:
+    """Whether the user allows TF32 products on a GPU; also inside of what is computed in full precision."""
+    return _withheld > 0 or _are_tf32_on_gpu()
+
+
+@contextmanager
+def tf32_products() -> Iterator[None]:
+    """TF32 products again inside of what is computed in full precision, where :func:`tf32_is_allowed`."""
+    if _are_tf32_on_gpu():
+        yield
+        return
+    backend, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    try:
+        level = torch.get_float32_matmul_precision()
+    except RuntimeError:  # mixed, see below
+        level = None
+    if level is None:
+        backend.fp32_precision = "tf32"
+    else:
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        if level is not None:
+            torch.set_float32_matmul_precision(level)
+        else:
+            backend.fp32_precision = before
+
+
+_withheld = 0  # how many computations in full precision are under way although TF32 is allowed
+
+
+def _are_tf32_on_gpu() -> bool:
+    return bool(torch.cuda.is_initialized() and torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
 def _products_are_rounded() -> bool:
-    on_gpu = torch.cuda.is_initialized() and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    on_gpu = _are_tf32_on_gpu()
     return bool(on_gpu or torch.backends.mkldnn.matmul.fp32_precision in ("tf32", "bf16"))  # type: ignore[attr-defined]
 
 
@@ -65,6 +101,9 @@ def _unrounded_products() -> Iterator[None]:
         level = torch.get_float32_matmul_precision()
     except RuntimeError:  # mixed
         level = None
+    global _withheld
+    withheld = int(_are_tf32_on_gpu())
+    _withheld += withheld
     if level is None:
         for backend in backends:
             backend.fp32_precision = "ieee"
@@ -73,6 +112,7 @@ def _unrounded_products() -> Iterator[None]:
     try:
         yield
     finally:
+        _withheld -= withheld
         if level is not None:
             torch.set_float32_matmul_precision(level)
         for backend, precision in zip(backends, before, strict=True):

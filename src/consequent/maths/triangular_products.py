@@ -53,6 +53,18 @@ def lower_by(lower: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
     return out
 
 
+def square(root: Tensor) -> Tensor:
+    """``root rootᵀ``, of which the part above the diagonal is not to be used.
+
+    Args:
+        root: ``[batch, n, m]``.
+    """
+    product = root.new_zeros(len(root), root.shape[1], root.shape[1])
+    for start, stop in _parts(product):
+        torch.bmm(root[:, start:], root[:, start:stop].mT, out=product[:, start:, start:stop])
+    return product
+
+
 def subtract_square(matrix: Tensor, root: Tensor) -> Tensor:
     """``matrix − root rootᵀ``, of which the part above the diagonal is not to be used.
 

@@ -29,10 +29,10 @@ from consequent.capture.use import Use
 from consequent.engines.gpu import kernels
 from consequent.engines.gpu.beside_backward import Ahead
 from consequent.engines.gpu.by_kernels import FusedStep, fits_dense_kernel
-from consequent.engines.gpu.many_rows import FactorisedRows, RowLayer, factorise_rows, solve_rows
+from consequent.engines.gpu.many_rows import RowGroup, RowLayer, factorise_rows
 from consequent.engines.gpu.streams import Fork, side_stream, switched_to
 from consequent.maths.damping import Damping
-from consequent.maths.precision import without_autocast
+from consequent.maths.precision import in_full_precision, without_autocast
 from consequent.ranks.process_group import several_are_running
 from consequent.statistics.rows import Rows
 
@@ -111,8 +111,8 @@ class AfterPass:
         held = [use.weight] if use.bias is None else [use.weight, use.bias]
         if len(accumulators) != len(held) or use.operation.is_sparse or use.rows == 0 or inputs.numel() == 0:
             return False
-        if use.operation.groups > 1 or use.operation.is_transposed:
-            return False
+        if use.operation.groups > 1 or use.operation.is_transposed or use.operation.outputs != len(use.weight):
+            return False  # the kernels want a row of the weight for each output
         if any(p.dtype != torch.float32 or not _is_dense(p) for p in held):
             return False
         if torch.is_anomaly_enabled() or several_are_running():
@@ -193,8 +193,7 @@ class AfterPass:
         """Compute the new gradients of all weights on one device."""
         step = FusedStep(device, has_gradients=False)
         counts = self._counts_on(device)
-        many: dict[object, list[tuple[_Waiting, RowLayer]]] = {}
-        is_used = False
+        many: list[_Waiting] = []
         for waiting in all_waiting:
             use = waiting.use
             if waiting.record is not None:
@@ -202,23 +201,18 @@ class AfterPass:
                 assert factor is not None
                 assert waiting.weight_grad is not None
                 step.add_features(waiting.weight_grad, waiting.bias_grad, factor, waiting.scale)
-                is_used = True
             elif fits_dense_kernel(use):
                 waiting.weight_grad = torch.empty_like(use.weight)
                 waiting.bias_grad = None if use.bias is None else torch.empty_like(use.bias)
                 step.add_dense(use, waiting.weight_grad, waiting.bias_grad, waiting.damping, waiting.scale)
-                is_used = True
             else:
-                layer = _row_layer(waiting)
-                many.setdefault(layer.kind, []).append((waiting, layer))
-        factorised = _factorised_aside(device, list(many.values()))
-        if is_used:
-            step.prepare()
-            step.write(counts)
-        for its, group in zip(many.values(), factorised, strict=True):
-            weight_grads, bias_grads = solve_rows(group)
-            for (waiting, _), weight_grad, bias_grad in zip(its, weight_grads, bias_grads, strict=True):
-                waiting.weight_grad, waiting.bias_grad = weight_grad, bias_grad
+                many.append(waiting)
+        groups = _factorised_aside(device, many) if many else []
+        if len(many) < len(all_waiting):
+            _run(step, counts)
+        for group, places in groups:
+            for place, weight_grad, bias_grad in zip(places, *group.solve(), strict=True):
+                many[place].weight_grad, many[place].bias_grad = weight_grad, bias_grad
             _count(group, counts)
 
     def forget(self) -> None:
@@ -241,20 +235,32 @@ def _row_layer(waiting: _Waiting) -> RowLayer:
     return RowLayer(inputs, output_grads, has_bias, level, waiting.scale)
 
 
-def _factorised_aside(device: torch.device, groups: list[list[tuple[_Waiting, RowLayer]]]) -> list[FactorisedRows]:
-    """The Gram matrices' factors; in a CUDA graph beside the backward pass, since they need its inputs alone."""
-    if not groups or not graph_is_being_captured():
-        return [factorise_rows([layer for _, layer in group]) for group in groups]
-    aside = Fork(side_stream(device, "many rows"), [w.use.inputs_there for group in groups for w, _ in group])
+def _factorised_aside(device: torch.device, many: list[_Waiting]) -> list[tuple[RowGroup, list[int]]]:
+    """The Gram matrices' factors; in a CUDA graph beside the backward pass, since they need its inputs alone.
+
+    On the stream of other factors: their programs wait for each other, and two launches might each have half of the
+    device.
+    """
+    layers = [_row_layer(waiting) for waiting in many]
+    if not graph_is_being_captured():
+        return factorise_rows(layers)
+    aside = Fork(side_stream(device, "factors"), [waiting.use.inputs_there for waiting in many])
     with switched_to(aside.stream):
-        factorised = [factorise_rows([layer for _, layer in group]) for group in groups]
+        groups = factorise_rows(layers)
     aside.join()
-    return factorised
+    return groups
 
 
-def _count(group: FactorisedRows, counts: Tensor) -> None:
+@in_full_precision
+def _run(step: FusedStep, counts: Tensor) -> None:
+    step.prepare()
+    step.write(counts)
+
+
+def _count(group: RowGroup, counts: Tensor) -> None:
     from consequent.engines.gpu.kernels.counting import count_factors
 
+    assert group.factors is not None
     count_factors(group.factors.status, counts)
 
 

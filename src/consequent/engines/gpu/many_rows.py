@@ -9,6 +9,7 @@ from torch import Tensor
 from consequent.engines.inverse_factor import InverseFactor, inverse_factor
 from consequent.maths.damping import Level
 from consequent.maths.precision import in_full_precision, without_autocast
+from consequent.maths.triangular_products import square
 
 
 class RowLayer(NamedTuple):
@@ -30,48 +31,75 @@ class RowLayer(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """What layers must have in common to be solved together."""
+        """What layers must have in common to be multiplied together."""
         return self.inputs.shape, self.output_grads.shape, self.has_bias, self.level, self.scale
 
 
-class FactorisedRows(NamedTuple):
-    """Layers of one kind and the factors of their Gram matrices."""
+class RowGroup:
+    """Layers of one kind.
 
-    layers: Sequence[RowLayer]
-    factors: InverseFactor
+    Args:
+        layers: at least one.
+    """
+
+    def __init__(self, layers: Sequence[RowLayer]) -> None:
+        self._layers = layers
+        self._rows: Tensor | None = None  # X of all layers, with ones and zeros behind the features
+        self.factors: InverseFactor | None = None
+
+    def gram(self) -> Tensor:
+        """``X Xᵀ`` of each layer, ``[layers, N, N]``; the part above the diagonal is not to be used."""
+        from consequent.engines.gpu.kernels.padded_rows import padded_rows
+
+        self._rows = padded_rows([layer.inputs for layer in self._layers], ones=self._layers[0].has_bias)
+        return square(self._rows)
+
+    def solve(self) -> tuple[Tensor, Tensor]:
+        """``s ΔZᵀ (X Xᵀ + λI)⁻¹ X`` for each layer, and its last column; without a factor ``s ΔZᵀ X / (trace + λ)``.
+
+        The last product, like that of a plain gradient, is of the precision that the user allows.
+
+        Returns:
+            ``[layers, O, D]``, and for biases ``[layers, O]``.
+        """
+        assert self._rows is not None
+        coefficients = self._coefficients()
+        return _combined(coefficients, self._rows[..., : self._layers[0].inputs.shape[1]])
+
+    @in_full_precision
+    def _coefficients(self) -> Tensor:
+        assert self.factors is not None
+        wanted = torch.stack([layer.output_grads for layer in self._layers])
+        trace, level, is_good, _ = self.factors.status[..., None, None].unbind(-3)
+        values = torch.bmm(self.factors.inverse.mT, torch.bmm(self.factors.inverse, wanted))
+        return torch.where(is_good > 0, values, wanted / (trace + level)).mul_(self._layers[0].scale)
 
 
 @in_full_precision
-def factorise_rows(layers: Sequence[RowLayer]) -> FactorisedRows:
-    """The Gram matrices ``X Xᵀ + λI`` of layers of one kind, factorised. Reads the inputs alone."""
-    from consequent.engines.gpu.kernels.row_products import gram_matrices
-
-    first = layers[0]
-    grams = gram_matrices([layer.inputs for layer in layers], ones=first.has_bias)
-    return FactorisedRows(layers, inverse_factor(grams, first.level, overwrite=True))
-
-
-def solve_rows(factorised: FactorisedRows) -> tuple[Tensor, Tensor]:
-    """``s ΔZᵀ (X Xᵀ + λI)⁻¹ X`` for each layer, and its last column; without a factor ``s ΔZᵀ X / (trace + λ)``.
-
-    The last product, like that of a plain gradient, is of the precision that the user allows.
+def factorise_rows(layers: Sequence[RowLayer]) -> list[tuple[RowGroup, list[int]]]:
+    """The Gram matrices ``X Xᵀ + λI`` of all layers, factorised, those of one size together. Reads the inputs alone.
 
     Returns:
-        ``[layers, O, D]``, and for biases ``[layers, O]``.
+        the layers in groups, and for each group which layers are in it.
     """
-    coefficients = _coefficients(factorised)
-    return _combined(coefficients, [layer.inputs for layer in factorised.layers])
-
-
-@in_full_precision
-def _coefficients(factorised: FactorisedRows) -> Tensor:
-    layers, factors = factorised
-    wanted = torch.stack([layer.output_grads for layer in layers])
-    trace, level, is_good, _ = factors.status[..., None, None].unbind(-3)
-    values = torch.bmm(factors.inverse.mT, torch.bmm(factors.inverse, wanted))
-    return torch.where(is_good > 0, values, wanted / (trace + level)).mul_(layers[0].scale)
+    kinds: dict[Hashable, list[int]] = {}
+    for place, layer in enumerate(layers):
+        kinds.setdefault(layer.kind, []).append(place)
+    groups = [(RowGroup([layers[place] for place in places]), places) for places in kinds.values()]
+    sizes: dict[tuple[int, Level], list[RowGroup]] = {}
+    for group, places in groups:
+        first = layers[places[0]]
+        sizes.setdefault((len(first.inputs), first.level), []).append(group)
+    for (_, level), alike in sizes.items():
+        grams = [group.gram() for group in alike]
+        together = inverse_factor(grams[0] if len(grams) == 1 else torch.cat(grams), level, overwrite=True)
+        counts = [len(gram) for gram in grams]
+        parts = zip(alike, together.inverse.split(counts), together.status.split(counts), strict=True)
+        for group, inverse, status in parts:
+            group.factors = InverseFactor(inverse, status)
+    return groups
 
 
 @without_autocast
-def _combined(coefficients: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    return torch.bmm(coefficients.mT, torch.stack(list(inputs))), coefficients.sum(1)
+def _combined(coefficients: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.bmm(coefficients.mT, inputs), coefficients.sum(1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from consequent.engines.gpu.kernels import dense, factor, features, lags, moment, row_products, table
+from consequent.engines.gpu.kernels import counting, dense, factor, features, lags, moment, padded_rows, table
 
 TYPES = {
     torch.float32: "*fp32",
@@ -76,16 +76,15 @@ def launch_all():
         lags.lag_moments([images, images], ones=True)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         moment.patch_moment(torch.ones(4, 16, 8, 8, dtype=dtype), (3, 3), (2, 2), (1, 1), (1, 1), ones=True)
-    for precision in ("tf32", "tf32x3"):
-        for size in (300, 600):
-            row_products.row_moments([torch.ones(200, size)] * 2, ones=True, precision=precision)
-            row_products.gram_matrices([torch.ones(size, 200)] * 2, ones=True, precision=precision)
+    for rounded in (False, True):
+        padded_rows.padded_rows([torch.ones(200, 300)] * 2, ones=True, rounded=rounded)
+    counting.count_factors(torch.ones(2, 4), torch.zeros(6, dtype=torch.int64))
 
 
 def main():
     for capability in map(int, sys.argv[1:]):
         lags.INTERPRETED_PART = lags.PART
-        for module in (dense, features, factor, lags, moment, row_products):
+        for module in (counting, dense, features, factor, lags, moment, padded_rows):
             module.launch = compile_instead(capability)
         launch_all()
         compile_instead(capability)(table._writer(96), (1,), (torch.ones(1, dtype=torch.int64), 0, *range(96)))

@@ -1,5 +1,6 @@
-"""Which kernel computes a layer's second moment on a GPU, if one does."""
+"""How a layer's second moment is computed on a GPU: by which kernel, or by products of matrices."""
 
+from contextlib import nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
@@ -7,37 +8,37 @@ import torch
 from torch import Tensor
 
 from consequent.engines.gpu import kernels
+from consequent.maths.precision import tf32_is_allowed, tf32_products
 
 if TYPE_CHECKING:
     from consequent.layers.convolution import Convolution
 
-__all__ = ["patch_moment_by_kernel", "patch_moments_by_kernel", "row_moments_by_kernel"]
+__all__ = ["patch_moment_by_kernel", "patch_moments_by_kernel", "row_moments_by_products"]
 
 # Inputs may be rounded to TF32 where the errors of so many rows cancel out (docs/speed.md, precision).
 ROWS_THAT_AVERAGE = 4096
 
-# Features from which on a product of half-precision matrices is fastest as a whole, although half of it is not needed.
-WIDE = 256
+_BYTES_TOGETHER = 2**26  # of inputs that are copied at once
 
 # The kernel for several layers sums over images, 32 at a time.
 FEWEST_IMAGES = 16
 
 
-def row_moments_by_kernel(rows: list[Tensor], *, ones: bool) -> Tensor | None:
-    """The second moments of several layers' rows, ``[layers, 1, D, D]``, where there is a kernel for them.
+def row_moments_by_products(rows: list[Tensor], *, ones: bool) -> Tensor | None:
+    """The second moments of several layers' rows, ``[layers, 1, D, D]``, on a GPU.
 
-    float32 inputs of many rows are rounded to TF32: what is summed is then the exact second moment of inputs that
-    differ by one part in 2048 at most, so it stays positive semi-definite; half-precision inputs are taken as they are.
-    Sums are in float32.
+    Where the user allows TF32 products, float32 inputs of many rows are rounded to TF32: what is summed is then the
+    exact second moment of inputs that differ by one part in 2048 at most, so it stays positive semi-definite;
+    half-precision inputs are taken as they are. Sums are in float32.
     """
     first = rows[0]
     if not _are_taken(first):
         return None
-    if first.dtype != torch.float32 and first.shape[-1] >= WIDE:
+    if first.dtype != torch.float32:
         return torch.stack([_product_of_halves(matrix, ones=ones) for matrix in rows])
-    from consequent.engines.gpu.kernels.row_products import row_moments
-
-    return row_moments(rows, ones=ones, precision=_precision_for(len(first)))[:, None]
+    together = max(1, _BYTES_TOGETHER // first.nbytes)
+    parts = [_products_together(rows[at : at + together], ones=ones) for at in range(0, len(rows), together)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[:, None]
 
 
 def _product_of_halves(rows: Tensor, *, ones: bool) -> Tensor:
@@ -45,6 +46,17 @@ def _product_of_halves(rows: Tensor, *, ones: bool) -> Tensor:
 
     moment = torch.mm(rows.mT, rows, out_dtype=torch.float32)[None]  # exact products, summed in float32
     return with_ones(moment, rows.sum(0, keepdim=True, dtype=torch.float32), len(rows)) if ones else moment
+
+
+def _products_together(rows: list[Tensor], *, ones: bool) -> Tensor:
+    from consequent.engines.gpu.kernels.padded_rows import padded_rows
+
+    size = rows[0].shape[1] + ones
+    rounded = len(rows[0]) >= ROWS_THAT_AVERAGE and tf32_is_allowed()
+    padded = padded_rows(rows, ones=ones, rounded=rounded)
+    with tf32_products() if rounded else nullcontext():
+        moments = torch.bmm(padded.mT, padded)
+    return moments if moments.shape[-1] == size else moments[:, :size, :size].contiguous()
 
 
 def patch_moment_by_kernel(operation: "Convolution", inputs: Tensor, *, ones: bool) -> Tensor | None:

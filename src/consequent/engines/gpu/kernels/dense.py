@@ -73,7 +73,7 @@ _LOST = tl.constexpr(LOST_PIVOT)
 _PROBE_TILE, _WRITE_TILE = (64, 128), (32, 64)  # outputs, features
 _PROBERS = _MOST_SHARES.value  # programs for all gradients together: about what a large GPU runs at once
 _WRITERS = 1056
-_WRITE_STAGES = 3  # of loads under way
+_WRITE_STAGES = 3  # of loads under way, where there is shared memory enough
 
 
 class DenseLayer(NamedTuple):
@@ -155,7 +155,8 @@ class DenseStep:
         flags = self._flags if is_looked_at else self._flags[1:]  # which are zero still
         share, writers = _shares_of_rows(self._layers, _WRITE_TILE, _WRITERS)
         constants = (*_WRITE_TILE, self._block_rows, PRECISION, self._aligned)
-        self._launch(_write, writers, (flags, counts, share, steps, skips), constants, stages=_WRITE_STAGES)
+        stages = _WRITE_STAGES if self._block_rows <= 64 else 2
+        self._launch(_write, writers, (flags, counts, share, steps, skips), constants, stages=stages)
 
     def _launch(
         self,
@@ -435,6 +436,7 @@ def _solve(table, scratch, flags, first: tl.int32, BLOCK_N: tl.constexpr, PRECIS
     entry = table + layer * _FIELDS
     outputs = low_int(tl.load(entry + 5))
     BLOCK_O: tl.constexpr = min(BLOCK_N, _SOLVED)
+    SLICE: tl.constexpr = BLOCK_N if BLOCK_N <= 64 else 32  # rows of V in shared memory at once
     blocks = tl.cdiv(outputs, BLOCK_O)
     solvers = tl.minimum(blocks, _MOST_SOLVERS)
     if program >= solvers:
@@ -445,8 +447,6 @@ def _solve(table, scratch, flags, first: tl.int32, BLOCK_N: tl.constexpr, PRECIS
     n = tl.arange(0, BLOCK_N)
     row = floats_at(tl.load(entry + 1)) + n[:, None].to(tl.int64) * low_int(tl.load(entry + 6))
     factor = _factor_at(section, BLOCK_N)
-    V = tl.load(factor + n[:, None] * BLOCK_N + n[None, :])
-    pivots = tl.load(factor + BLOCK_N * BLOCK_N + n)
     probe = tl.arange(0, 16)
     sums = tl.zeros((BLOCK_N, 16), tl.float32)
     infinite = 0
@@ -457,8 +457,13 @@ def _solve(table, scratch, flags, first: tl.int32, BLOCK_N: tl.constexpr, PRECIS
     for block in range(program, blocks, solvers):
         o = block * BLOCK_O + tl.arange(0, BLOCK_O)
         wanted = tl.load(row + o[None, :], (n < rows)[:, None] & (o < outputs)[None, :], other=0.0)
-        halfway = tl.dot(V, wanted, input_precision=PRECISION) / pivots[:, None]
-        A = tl.dot(tl.trans(V), halfway, input_precision=PRECISION)
+        A = tl.zeros((BLOCK_N, BLOCK_O), tl.float32)
+        for start in range(0, BLOCK_N, SLICE):
+            i = start + tl.arange(0, SLICE)
+            V = tl.load(factor + i[:, None] * BLOCK_N + n[None, :])
+            halfway = tl.dot(V, wanted, input_precision=PRECISION)
+            halfway = halfway / tl.load(factor + BLOCK_N * BLOCK_N + i)[:, None]
+            A = tl.dot(tl.trans(V), halfway, A, input_precision=PRECISION)
         A = tl.where(ok, A, wanted * shortened)
         tl.store(solution + o[None, :].to(tl.int64) * BLOCK_N + n[:, None], A, (o < outputs)[None, :])
         signs = _sign(_random_bits(o, 1)[:, None], probe[None, :])
