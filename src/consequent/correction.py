@@ -399,8 +399,8 @@ class Consequentialism:
         passes = self._at_step.passes()
         self._doubt_samples(passes)
         if not self._loss.is_seen:
-            return self._rewriter.rewrite(self.loss_reduction, bounded=bounded)
-        return self._rewriter.rewrite(lambda samples: self._divisor_on_all_ranks(passes), bounded=bounded)
+            return self._rewriter.rewrite(self.loss_reduction, passes, bounded=bounded)
+        return self._rewriter.rewrite(lambda samples: self._divisor_on_all_ranks(passes), passes, bounded=bounded)
 
     def _divisor_on_all_ranks(self, passes: list[set[Entry]]) -> float:
         """What was seen of the loss, on all ranks together, who ask this together."""

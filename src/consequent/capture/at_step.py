@@ -45,9 +45,7 @@ class StepCorrector:
         self._averages = averages
         self._ahead = self._new_ahead()
         self._running: dict[int, dict[Record, None]] = {}  # backward passes under way, and the records they fill
-        self._returned: dict[tuple[int, Tensor], _Returned] = {}  # to accumulators, by backward pass and parameter
-        self._weight_of: dict[Tensor, Tensor] = {}  # for a weight itself, and for the bias of a layer
-        self._hooks: dict[Tensor, RemovableHandle] = {}  # on parameters
+        self._arrivals: dict[int, _Arrivals] = {}  # by the id of a weight, or of the bias of a layer
 
     def _new_ahead(self) -> Ahead:
         return Ahead(factorises=not self.is_shared_out and not self._averages.are_used)
@@ -60,28 +58,32 @@ class StepCorrector:
     # ---- what products say ------------------------------------------------------------------------------------------
 
     def before_product(self, use: Use, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The layer's own."""
+        """Does not happen: gradients are not replaced yet."""
         return weight, bias
 
     def after_product(self, use: Use, outputs: Tensor) -> None:
-        """Nothing is to be done yet."""
+        """Does not happen."""
 
     def product_reached(self, use: Use, inputs: Tensor | None, output_grad: Tensor, node: Node) -> None:
         """ΔZ is known, and will be in ``.grad``."""
         leaf = leaf_of(node)
         if leaf is None or not leaf.requires_grad:
             return  # it was frozen since the forward pass: its node runs, and adds nothing
-        record = self._record_of(use.weight, use.key.grad)
-        record.note_pass(use, backward_pass_id())
-        if not record.is_empty:
+        backward_pass = backward_pass_id()
+        record = self._record_of(use.weight, use.key.grad, backward_pass)
+        record.note_pass(use, backward_pass)
+        if record.statistic is not None:
             self._ahead.join_on(output_grad.device)  # an earlier use may be waiting to be reduced, or being reduced
         record.add(use, inputs, output_grad, idle=self._averages.is_idle(use))
-        if not isinstance(record.statistic, Rows):
+        statistic = record.statistic
+        if not isinstance(statistic, Rows):
             if not self._keep_rows:
                 use.let_go()
             return
+        if statistic.rows < statistic.columns or record.keeps_inputs:
+            return
         damping = self._damping_of(use.key)
-        if record.rows < record.columns or damping.value == 0 or record.keeps_inputs:
+        if damping.value == 0:
             return
         if not self._keep_rows and self._ahead.takes(record):
             self._ahead.add(record, damping)
@@ -90,63 +92,67 @@ class StepCorrector:
 
     def transpose_reached(self, use: Use, output_grad: Tensor, weight_grad: Tensor, node: Node) -> None:
         """The weight acts in ``Wᵀ ΔZ``, too."""
-        record = self._record_of(use.weight, use.key.grad)
+        record = self._record_of(use.weight, use.key.grad, backward_pass_id())
         record.note_pass(use, backward_pass_id())
         record.beside.add_transposed(use.operation, output_grad, weight_grad)
 
     def gradient_returned(self, use: Use, parameter: Tensor, gradient: Tensor, node: Node | None) -> None:
         """Note what goes to the parameter's accumulator from its uses: what else comes there is told apart."""
-        record = self.records.get(use.weight)
-        if record is None:
+        arrivals = self._arrivals.get(id(parameter))
+        if arrivals is None:
             return
         gradient = gradient.detach() if gradient.requires_grad else gradient
-        key = (backward_pass_id(), parameter)
-        known = self._returned.get(key)
+        now = backward_pass_id()
+        known = arrivals.returned.get(now)
         if known is not None:
             known.add(gradient)
-            return
-        if parameter in self._hooks:
-            self._returned[key] = _Returned(record, parameter, gradient)
+        elif arrivals.hook is not None:
+            arrivals.returned[now] = _Returned(use.weight, gradient)
         elif node is not None and leaf_of(node) is not None:  # sharded: another tensor stands in for it in the graph
-            self._returned[key] = _Returned(record, parameter, gradient)
+            arrivals.returned[now] = _Returned(use.weight, gradient)
             handle: Any = None
 
             def arrived(grads: tuple[Tensor, ...]) -> None:
                 handle.remove()
-                self._gradient_arrives(parameter, grads[0])
+                self._gradient_arrives(arrivals, grads[0])
 
             handle = node.register_prehook(arrived)
 
-    def _gradient_arrives(self, parameter: Tensor, gradient: Tensor | None) -> None:
+    def _gradient_arrives(self, arrivals: "_Arrivals", gradient: Tensor | None) -> None:
         """A gradient is on its way to the parameter's ``.grad``, or to whom asked ``torch.autograd.grad`` for it."""
-        if gradient is None or parameter not in self._weight_of:
+        if gradient is None:
             return
-        returned = self._returned.pop((backward_pass_id(), parameter), None)
-        if returned is not None:
-            returned.compare(gradient)
-        elif not gradient.is_sparse and will_run(accumulator_of(parameter)):
-            record = self._record_of(self._weight_of[parameter], parameter.grad)
-            record.beside.add_other(parameter, gradient.detach().clone())
+        now, parameter = backward_pass_id(), arrivals.parameter
+        returned = arrivals.returned.pop(now, None)
+        if returned is None:
+            if not gradient.is_sparse and will_run(accumulator_of(parameter)):
+                record = self._record_of(arrivals.weight, parameter.grad, now)
+                record.beside.add_other(parameter, gradient.detach().clone())
+        elif not returned.is_all(gradient):
+            rest = returned.rest(gradient, parameter)
+            if rest is not None and returned.weight in self.records:
+                self.records[returned.weight].beside.add_other(parameter, rest)
 
-    def _record_of(self, weight: Tensor, grad: Tensor | None) -> Record:
+    def _record_of(self, weight: Tensor, grad: Tensor | None, backward_pass: int) -> Record:
         """The weight's record in the running pass.
 
         Args:
             weight: as the optimiser holds it.
             grad: what the pass is going to add to.
+            backward_pass: the running one.
         """
         record = self.records.get(weight)
         if record is None:
             record = self.records[weight] = Record(weight)
-        now = backward_pass_id()
-        if now not in self._running:
-            self._running[now] = {}
-            after_backward(partial(self._backward_pass_ended, now))
-        if record not in self._running[now]:
+        running = self._running.get(backward_pass)
+        if running is None:
+            running = self._running[backward_pass] = {}
+            after_backward(partial(self._backward_pass_ended, backward_pass))
+        if record not in running:
             # A pass may run inside another (reentrant checkpointing): the outer one's uses are not in .grad yet.
-            if not any(record in others for others in self._running.values()):
+            if len(self._running) == 1 or not any(record in others for others in self._running.values()):
                 record.begin_backward_pass(grad)
-            self._running[now][record] = None
+            running[record] = None
         return record
 
     def _backward_pass_ended(self, backward_pass: int) -> None:
@@ -165,30 +171,35 @@ class StepCorrector:
     def before_entry(self) -> None:
         """Drop what a backward pass left that raised."""
         self._running.clear()
-        self._returned.clear()
+        for arrivals in self._arrivals.values():
+            arrivals.returned.clear()
         self._ahead.forget()
 
     def correct_only(self, biases: dict[Tensor, list[Tensor]]) -> None:
         """Only these weights are corrected from now on."""
         self._weights = set(biases)
         self._averages.average_only(biases)
-        self._weight_of = {weight: weight for weight in biases}
-        self._weight_of |= {bias: weight for weight, its in biases.items() for bias in its}
         self._forget_unwatched()
-        for parameter in [known for known in self._hooks if known not in self._weight_of]:
-            self._hooks.pop(parameter).remove()
-        for parameter in self._weight_of:
-            if parameter not in self._hooks and parameter.requires_grad and not is_sharded(parameter):
-                self._hooks[parameter] = parameter.register_hook(partial(self._gradient_arrives, parameter))
+        before, self._arrivals = self._arrivals, {}
+        pairs = [(parameter, weight) for weight, its in biases.items() for parameter in (weight, *its)]
+        for parameter, weight in pairs:
+            key = id(parameter)
+            arrivals = self._arrivals.get(key) or before.pop(key, None) or _Arrivals(parameter)
+            self._arrivals[key] = arrivals
+            arrivals.weight = weight
+            if arrivals.hook is None and parameter.requires_grad and not is_sharded(parameter):
+                arrivals.hook = parameter.register_hook(partial(self._gradient_arrives, arrivals))
+        for arrivals in before.values():
+            arrivals.stop()
 
     def _forget_unwatched(self) -> None:
         self.records = {weight: record for weight, record in self.records.items() if weight in self._weights}
 
     def remove(self) -> None:
         """Forget everything."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
+        for arrivals in self._arrivals.values():
+            arrivals.stop()
+        self._arrivals.clear()
         self.records.clear()
         self._ahead = self._new_ahead()  # recordings hold memory
 
@@ -203,26 +214,53 @@ class StepCorrector:
     def filled_records(self) -> list[Record]:
         """Records of weights that took part in the gradients now in ``.grad``."""
         self._ahead.join()  # if the backward pass raised
+        found = []
         for record in self.records.values():
-            if not record.is_empty and (not record.grads or record.is_zeroed_since()):
+            if record.statistic is None:
+                continue
+            if not record.grads or record.is_zeroed_since():
                 record.clear()
-        return [record for record in self.records.values() if not record.is_empty]
+            else:
+                found.append(record)
+        return found
 
     def passes(self) -> list[set[Entry]]:
         """The backward passes whose gradients are in ``.grad``, each with the entries that took part in it."""
         found: dict[int, set[Entry]] = {}
         for record in self.records.values():
             for backward_pass, entries in record.passes.items():
-                found.setdefault(backward_pass, set()).update(entries)
+                known = found.get(backward_pass)
+                if known is None:
+                    found[backward_pass] = set(entries)
+                else:
+                    known |= entries
         return list(found.values())
 
 
-class _Returned:
-    """What the uses of a parameter have handed to its accumulator in the running pass."""
+class _Arrivals:
+    """A parameter whose accumulator is watched, so that what comes there otherwise than from uses is told apart."""
 
-    def __init__(self, record: Record, parameter: Tensor, gradient: Tensor) -> None:
-        self._record = record
-        self._parameter = parameter
+    __slots__ = ("hook", "parameter", "returned", "weight")
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter = parameter
+        self.weight = parameter  # in whose record it is if it comes from no use: for a bias, that of its layer
+        self.hook: RemovableHandle | None = None
+        self.returned: dict[int, _Returned] = {}  # by the backward pass
+
+    def stop(self) -> None:
+        """Take the hook off the parameter."""
+        if self.hook is not None:
+            self.hook.remove()
+
+
+class _Returned:
+    """What the uses of a parameter have handed to its accumulator in one backward pass."""
+
+    __slots__ = ("_count", "_sum", "_version", "weight")
+
+    def __init__(self, weight: Tensor, gradient: Tensor) -> None:
+        self.weight = weight  # of the first use, whose record it is in
         self._sum = gradient
         self._version = version_of(gradient)
         self._count = 1
@@ -232,17 +270,19 @@ class _Returned:
         self._sum = self._sum + gradient
         self._count += 1
 
-    def compare(self, arrived: Tensor) -> None:
-        """Keep what arrived besides; a user's own hooks may have changed it, which is an edit and not told apart."""
-        expected, self._sum = self._sum, arrived
+    def is_all(self, arrived: Tensor) -> bool:
+        """Whether it is the one gradient that was handed over, as far as can be told without computing."""
+        return arrived is self._sum and self._count == 1 and version_of(arrived) == self._version
+
+    def rest(self, arrived: Tensor, parameter: Tensor) -> Tensor | None:
+        """What arrived besides; a user's own hooks may have changed it, which is an edit and not told apart."""
+        expected = self._sum
         if arrived.is_sparse:
-            return  # of a table of embeddings: what else comes to it, a penalty, would be dense
+            return None  # of a table of embeddings: what else comes to it, a penalty, would be dense
         if expected.is_sparse:
             expected = expected.to_dense()
         is_it = self._count == 1 and arrived.data_ptr() == expected.data_ptr() and version_of(arrived) == self._version
-        if is_it or len(self._parameter._backward_hooks or ()) > 1:
-            return
+        if is_it or len(parameter._backward_hooks or ()) > 1:
+            return None
         rest = arrived.detach() - expected
-        if not rest.is_cuda and not bool(rest.any()):
-            return
-        self._record.beside.add_other(self._parameter, rest)
+        return rest if rest.is_cuda or bool(rest.any()) else None

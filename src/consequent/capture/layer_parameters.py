@@ -1,7 +1,6 @@
 """A layer's parameters as they are needed at every call: which are corrected, and whether they have changed."""
 
 from dataclasses import dataclass
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -41,7 +40,15 @@ class LayerParameters:
 
     def is_current(self, layer: nn.Module, capture: "Capture") -> bool:
         """Whether nothing has changed since."""
-        return all(map(is_, self.seen, _signs_of(layer, capture)))
+        weight, bias, weight_trains, bias_trains, parameters_seen = self.seen
+        now = layer._parameters
+        return (
+            parameters_seen is capture.parameters_seen
+            and weight is now.get("weight")
+            and bias is now.get("bias")
+            and (weight is None or weight.requires_grad is weight_trains)
+            and (bias is None or bias.requires_grad is bias_trains)
+        )
 
     @property
     def may_be_kept(self) -> bool:
@@ -50,7 +57,7 @@ class LayerParameters:
 
 
 def _signs_of(layer: nn.Module, capture: "Capture") -> tuple[Any, ...]:
-    """What shows whether a layer's parameters are still those that they were: compared by identity."""
+    """What shows whether a layer's parameters are still those that they were."""
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     weight_trains = weight is not None and weight.requires_grad
     bias_trains = bias is not None and bias.requires_grad

@@ -5,13 +5,14 @@ What is captured inside of the operation cannot be lost or seen twice, whatever 
 run through. A :class:`Listener` hears of each run, and may replace the gradient of the weight.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from consequent.capture.torch_internals import is_returned, will_run
+from consequent.capture.torch_internals import apply_of, is_returned, will_run
 from consequent.capture.uncompiled import leave_uncompiled
 from consequent.capture.use import Use
 from consequent.layers import Operation
@@ -20,7 +21,8 @@ from consequent.layers import Operation
 class Listener(Protocol):
     """Who is told when a backward pass goes through a product."""
 
-    replaces_gradients: bool  # the plain gradient of the weight is not computed: somebody else hands one in
+    # Otherwise plain gradients are computed, and their listener is not asked before and after the product.
+    replaces_gradients: bool
 
     def product_reached(self, use: Use, inputs: Tensor | None, output_grad: Tensor, node: Node) -> None:
         """ΔZ is known, and the pass adds to the gradient of the weight or the bias.
@@ -66,18 +68,21 @@ class Listener(Protocol):
 
 
 class Call:
-    """One call of a layer: what was done, and who is told of its backward passes."""
+    """One call of a layer: what was done, and who is told of its backward passes.
 
-    __slots__ = ("operation", "uses")
+    Args:
+        operation: what was done.
+        uses: who is told, and of which use.
+        dtype: of the weight.
+    """
 
-    def __init__(self, operation: Operation, uses: list[tuple[Listener, Use]]) -> None:
+    __slots__ = ("dtype", "operation", "uncast", "uses")
+
+    def __init__(self, operation: Operation, uses: list[tuple[Listener, Use]], dtype: torch.dtype) -> None:
         self.operation = operation
         self.uses = uses
-
-    @property
-    def replaces_gradients(self) -> bool:
-        """Whether a listener hands in the weight's gradient."""
-        return any(listener.replaces_gradients for listener, _ in self.uses)
+        self.dtype = dtype
+        self.uncast: Tensor | None = None  # the weight, where autocast was applied to it
 
 
 class Product(torch.autograd.Function):
@@ -88,17 +93,17 @@ class Product(torch.autograd.Function):
         """Compute the outputs; autocast has been applied to the inputs, and is applied to the weight here."""
         ctx.set_materialize_grads(False)
         ctx.call = call
-        cast, ctx.uncast = weight, None
-        if weight.dtype != inputs.dtype and inputs.is_floating_point() and call.operation.follows_autocast:
-            cast, ctx.uncast = weight.to(inputs.dtype), weight
+        operation = call.operation
+        if call.dtype is not inputs.dtype and inputs.is_floating_point() and operation.follows_autocast:
+            call.uncast, weight = weight, weight.to(inputs.dtype)
             bias = None if bias is None else bias.to(inputs.dtype)
-        needs_inputs, needs_weight = ctx.needs_input_grad[:2]
-        keeps_inputs = needs_weight or (needs_inputs and not call.operation.is_dense)
-        ctx.save_for_backward(inputs if keeps_inputs else None, cast if needs_inputs else None)
-        ctx.dtype = weight.dtype
-        outputs = call.operation.apply(inputs, cast, bias)
+        needs_inputs, needs_weight, _, _ = ctx.needs_input_grad
+        keeps_inputs = needs_weight or (needs_inputs and not operation.is_dense)
+        ctx.save_for_backward(inputs if keeps_inputs else None, weight if needs_inputs else None)
+        outputs = operation.apply(inputs, weight, bias)
+        address = -1 if inputs.is_sparse else inputs.data_ptr()
         for _, use in call.uses:
-            use.address = -1 if inputs.is_sparse else inputs.data_ptr()
+            use.address = address
         return outputs
 
     @staticmethod
@@ -107,44 +112,52 @@ class Product(torch.autograd.Function):
         if output_grad is None:
             return None, None, None, None
         call: Call = ctx.call
-        inputs, weight = _saved(ctx, call)
+        operation, uses = call.operation, call.uses
+        try:
+            inputs, weight = ctx.saved_tensors
+        except RuntimeError as error:
+            _explain(error, call)
+            raise
         needs_inputs, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        nodes = [node for node, _ in ctx.next_functions]
-        is_differentiable = torch.is_grad_enabled()
-        runs = [False, needs_weight and will_run(nodes[1]), needs_bias and will_run(nodes[2])]
-        wants_weight = needs_weight and (runs[1] or is_returned(nodes[1]))
-        wants_bias = needs_bias and (runs[2] or is_returned(nodes[2]))
-        if call.replaces_gradients:
-            wants_weight = wants_bias = False
+        nodes = ctx.next_functions  # of tensors: a layer without a bias has none for it
+        weight_node: Any = nodes[1][0] if needs_weight else None
+        bias_node: Any = nodes[2][0] if needs_bias else None
+        weight_runs = needs_weight and will_run(weight_node)
+        bias_runs = needs_bias and will_run(bias_node)
+        wants_weight = weight_runs or (needs_weight and is_returned(weight_node))
+        wants_bias = bias_runs or (needs_bias and is_returned(bias_node))
+        for listener, _ in uses:
+            if listener.replaces_gradients:
+                wants_weight = wants_bias = False
         input_grad = weight_grad = bias_grad = None
-        if needs_inputs and is_differentiable:
-            own = weight if ctx.uncast is None else ctx.uncast
-            input_grad = Transpose.apply(output_grad, own, inputs, call, nodes[1])  # type: ignore[no-untyped-call]
-        elif needs_inputs and wants_weight:
-            input_grad, weight_grad, bias_grad = call.operation.gradients(
-                output_grad, inputs, weight, with_bias=wants_bias
-            )
-        elif needs_inputs:
-            input_grad = call.operation.input_gradient(output_grad, weight, inputs)
-        for listener, use in call.uses:
-            key = 1 if use.trains_weight and runs[1] else 2
-            if runs[key]:
-                listener.product_reached(use, inputs if use.trains_weight else None, output_grad, nodes[key])
+        if needs_inputs:
+            if torch.is_grad_enabled():
+                own = weight if call.uncast is None else call.uncast
+                input_grad = Transpose.apply(output_grad, own, inputs, call, weight_node)  # type: ignore[no-untyped-call]
+            elif wants_weight:
+                input_grad, weight_grad, bias_grad = operation.gradients(output_grad, inputs, weight, wants_bias)
+            else:
+                input_grad = operation.input_gradient(output_grad, weight, inputs)
+        for listener, use in uses:
+            if use.trains_weight and weight_runs:
+                listener.product_reached(use, inputs, output_grad, weight_node)
+            elif bias_runs:
+                listener.product_reached(use, inputs if use.trains_weight else None, output_grad, bias_node)
         if wants_weight:
             if weight_grad is None:
-                weight_grad = call.operation.weight_gradient(inputs, output_grad)
-            if weight_grad.dtype != ctx.dtype:
-                weight_grad = weight_grad.to(ctx.dtype)
+                weight_grad = operation.weight_gradient(inputs, output_grad)
+            if weight_grad.dtype is not call.dtype:
+                weight_grad = weight_grad.to(call.dtype)
         if wants_bias:
             if bias_grad is None:
-                bias_grad = call.operation.bias_gradient(output_grad)
-            if bias_grad.dtype != ctx.dtype:
-                bias_grad = bias_grad.to(ctx.dtype)
-        for listener, use in call.uses:
-            if weight_grad is not None and use.trains_weight and runs[1]:
-                listener.gradient_returned(use, use.weight, weight_grad, nodes[1])
-            if bias_grad is not None and use.bias is not None and runs[2]:
-                listener.gradient_returned(use, use.bias, bias_grad, nodes[2])
+                bias_grad = operation.bias_gradient(output_grad)
+            if bias_grad.dtype is not call.dtype:
+                bias_grad = bias_grad.to(call.dtype)
+        for listener, use in uses:
+            if weight_runs and weight_grad is not None and use.trains_weight:
+                listener.gradient_returned(use, use.weight, weight_grad, weight_node)
+            if bias_runs and bias_grad is not None and use.bias is not None:
+                listener.gradient_returned(use, use.bias, bias_grad, bias_node)
         return input_grad, weight_grad, bias_grad, None
 
 
@@ -155,6 +168,11 @@ class UncompiledProduct(Product):
 
 
 leave_uncompiled(__name__, "backward", of_class="UncompiledProduct")
+
+Apply = Callable[[Tensor, Tensor, Tensor | None, Call], Tensor]
+
+apply_product: Apply = apply_of(Product)
+apply_uncompiled_product: Apply = apply_of(UncompiledProduct)
 
 
 class Transpose(torch.autograd.Function):
@@ -189,14 +207,10 @@ class Transpose(torch.autograd.Function):
         return grad_of_output_grad, weight_grad, None, None, None
 
 
-def _saved(ctx: Any, call: Call) -> tuple[Tensor, Tensor]:
-    try:
-        inputs, weight = ctx.saved_tensors
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
+def _explain(error: RuntimeError, call: Call) -> None:
+    """Say in our words why what was saved is not there any more, if that is why."""
+    if "modified by an inplace operation" in str(error):
         raise RuntimeError(
             f"the inputs or the weight of {call.uses[0][1].layer} have been modified by an inplace operation since it "
             "was called, and the correction needs them as they were; change a clone of them instead"
         ) from error
-    return inputs, weight

@@ -14,7 +14,6 @@ from consequent.capture.torch_internals import answers_at_once
 from consequent.capture.use import Entry, Use
 from consequent.engines.gpu.streams import event_in_graph
 from consequent.layers import Operation
-from consequent.layers.embedding import EmbeddingBag
 from consequent.ranks.sharded_tensors import is_nonzero, is_sharded, local
 from consequent.statistics.averages import Idle
 from consequent.statistics.moment import Moment
@@ -104,14 +103,15 @@ class Record:
     @property
     def members(self) -> list[Tensor]:
         """The parameters that are solved for together."""
-        if self.is_empty:
+        statistic = self.statistic
+        if statistic is None:
             return list(self.beside.others)
-        return [*([self.weight] if self.first_use.trains_weight else []), *self.biases]
+        return [self.weight, *statistic.biases] if statistic.uses[0].trains_weight else list(statistic.biases)
 
     @property
     def grads(self) -> list[Tensor]:
         """Their gradients, which tell whether the uses are still in them."""
-        return [parameter.grad for parameter in self.members if parameter.grad is not None]
+        return [grad for parameter in self.members if (grad := parameter.grad) is not None]
 
     @property
     def accumulates_elsewhere(self) -> bool:
@@ -124,7 +124,9 @@ class Record:
     def clear(self) -> None:
         """Forget all uses."""
         self.usual_uses = len(self.uses) or self.usual_uses
-        self.statistic, self.beside = None, Beside()
+        self.statistic = None
+        if self.beside:
+            self.beside = Beside()
         self.was_written_to = self.accumulated_on_corrected = self.has_output_grads = False
         self.accumulated, self.passes = [], {}
 
@@ -134,16 +136,17 @@ class Record:
         Args:
             grad: the gradient that the pass is going to add to.
         """
-        if self.is_empty and self.beside.others:
-            if not self.grads or self._is_zeroed():
-                self.clear()
-        elif self.is_empty:
-            marks = [] if grad is None else [mark for _, mark in self.corrected if mark.is_same_tensor(grad)]
-            if grad is not None and marks:
-                looks = answers_at_once(grad)
-                self.accumulated_on_corrected = is_nonzero(grad) if looks else marks[0].holds(grad)
+        if self.statistic is None:
+            if self.beside.others:
+                if not self.grads or self._is_zeroed():
+                    self.clear()
             elif grad is not None:
-                self.was_written_to = not answers_at_once(grad) or is_nonzero(grad)
+                marks = [mark for _, mark in self.corrected if mark.is_same_tensor(grad)]
+                if marks:
+                    looks = answers_at_once(grad)
+                    self.accumulated_on_corrected = is_nonzero(grad) if looks else marks[0].holds(grad)
+                else:
+                    self.was_written_to = not answers_at_once(grad) or is_nonzero(grad)
         elif not self.grads:
             if not self.accumulates_elsewhere:
                 self.clear()
@@ -154,7 +157,7 @@ class Record:
 
     def is_zeroed_since(self) -> bool:
         """At the step: whether somebody wrote zeros to the gradients. On a GPU that is not looked at."""
-        return answers_at_once(self.weight) and not self.is_untouched() and self._is_zeroed()
+        return not self.is_untouched() and answers_at_once(self.weight) and self._is_zeroed()
 
     def _is_zeroed(self) -> bool:
         """Whether ``zero_grad(set_to_none=False)``, or what amounts to it, came after the last backward pass.
@@ -199,7 +202,11 @@ class Record:
     def note_pass(self, use: Use, backward_pass: int) -> None:
         """A backward pass goes through the use; one inside of another (reentrant checkpointing) is the outer one's."""
         outer = backward_pass if use.recomputed_in == -1 else use.recomputed_in
-        self.passes.setdefault(outer, set()).add(use.entry)
+        entries = self.passes.get(outer)
+        if entries is None:
+            self.passes[outer] = {use.entry}
+        else:
+            entries.add(use.entry)
 
     def add(self, use: Use, inputs: Tensor | None, output_grad: Tensor, *, idle: bool = False) -> None:
         """Add a use, or a further gradient of a use that is there already (``retain_graph``).
@@ -210,23 +217,26 @@ class Record:
             output_grad: its ΔZ in this backward pass.
             idle: whether an average stands for its inputs, so that only its rows count.
         """
-        if use in self.uses:
-            if use.output_grad is not None:
-                use.output_grad = use.output_grad + output_grad.detach()
-                use.output_grad_there = event_in_graph()
-            return  # its inputs count once
-        if not self.is_empty and self.first_use.trains_weight != use.trains_weight:
-            raise RuntimeError(
-                f"requires_grad of the weight of {use.layer} changed between two backward passes of one step; "
-                "call optimizer.zero_grad() or optimizer.step() before changing it"
-            )
-        if isinstance(self.statistic, Idle) or (idle and self.statistic is None):
-            self.statistic = Idle.of(use) if self.statistic is None else self.statistic.add(use)
+        statistic = self.statistic
+        if statistic is not None:
+            if use in statistic.uses:
+                if use.output_grad is not None:
+                    use.output_grad = use.output_grad + output_grad.detach()
+                    use.output_grad_there = event_in_graph()
+                return  # its inputs count once
+            if statistic.uses[0].trains_weight != use.trains_weight:
+                raise RuntimeError(
+                    f"requires_grad of the weight of {use.layer} changed between two backward passes of one step; "
+                    "call optimizer.zero_grad() or optimizer.step() before changing it"
+                )
+            idle = isinstance(statistic, Idle)
+        if idle:
+            self.statistic = Idle.of(use) if statistic is None else statistic.add(use)
             return
         use.take(inputs, output_grad)
-        if isinstance(self.statistic, Moment) or use.operation.is_diagonal:
+        if use.operation.is_diagonal or (statistic is not None and isinstance(statistic, Moment)):
             self._look_at(use)
-        self.statistic = _of_one(use) if self.statistic is None else self.statistic.add(use)
+        self.statistic = _of_one(use) if statistic is None else statistic.add(use)
 
     def reduce(self, *, keep_rows: bool) -> None:
         """Let the second moment of the inputs stand for the rows of all uses."""
@@ -239,18 +249,17 @@ class Record:
 
     def mark_accumulated(self) -> None:
         """Remember the gradients as the backward pass left them."""
-        self.accumulated = [(parameter, GradMark.of(parameter.grad)) for parameter in self.members]
+        self.accumulated = [(parameter, GradMark(parameter.grad)) for parameter in self.members]
         if self.beside:
             self.beside.note(self.grads)
 
     def mark_corrected(self, parameters: Iterable[Tensor]) -> None:
         """Remember the gradients as the correction of these parameters left them."""
-        self.corrected = [(parameter, GradMark.of(parameter.grad)) for parameter in parameters]
+        self.corrected = [(parameter, GradMark(parameter.grad)) for parameter in parameters]
 
     def mark_stepped(self) -> None:
         """Remember them as the optimiser's step after it left them: some optimisers write to ``.grad``."""
-        for parameter, mark in self.corrected:
-            mark.renew(parameter.grad)
+        self.corrected = [(parameter, mark.renewed(parameter.grad)) for parameter, mark in self.corrected]
 
     def has_just_corrected(self, parameter: Tensor) -> bool:
         """Whether the parameter's gradient is untouched since the correction wrote it."""
@@ -262,12 +271,17 @@ class Record:
 
     def is_untouched(self) -> bool:
         """Whether the gradients are still as the backward pass left them."""
-        marks = self.accumulated
-        return not self.was_written_to and bool(marks) and all(m.holds(p.grad) for p, m in marks if p.grad is not None)
+        if self.was_written_to or not self.accumulated:
+            return False
+        for parameter, mark in self.accumulated:
+            grad = parameter.grad
+            if grad is not None and not mark.holds(grad):
+                return False
+        return True
 
 
 def _of_one(use: Use) -> Statistic:
     """The statistic that a weight's first use begins with."""
-    if use.operation.is_diagonal:
-        return Counts.of(use)
-    return Bags.of(use) if isinstance(use.operation, EmbeddingBag) else Rows.of(use)
+    if not use.operation.is_sparse:
+        return Rows.of(use)
+    return Counts.of(use) if use.operation.is_diagonal else Bags.of(use)

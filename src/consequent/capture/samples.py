@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from consequent.capture.torch_internals import backward_pass_id, graph_is_being_captured, transforms_are_active
+from consequent.capture.torch_internals import (
+    backward_pass_id,
+    graph_is_being_captured,
+    transforms_are_active,
+    unwrapped_if_left,
+)
 from consequent.capture.use import Entry
 
 # Calls without a graph that may still be recomputed; a model that never is must not gather them.
@@ -58,7 +63,7 @@ class Entries:
                         outputs.register_hook(partial(_look_at_logits, entry))
                 break
 
-    def entry_for(self, layer: nn.Module, inputs: Tensor, samples: int, *, is_batched: bool) -> Entry:
+    def entry_for(self, layer: nn.Module, inputs: Tensor, samples: int, is_batched: bool) -> Entry:
         """The entry of samples during which the layer is called.
 
         Args:
@@ -67,7 +72,9 @@ class Entries:
             samples: how many these have.
             is_batched: whether they have a leading dimension of samples.
         """
-        entry = self._entry_recomputed(layer) or (self._open[0][1] if self._open else None)
+        entry = self._entry_recomputed(layer) if self._without_graph else None
+        if entry is None and self._open:
+            entry = self._open[0][1]
         if entry is None:
             if not self._open:
                 self._before_entry()
@@ -135,7 +142,7 @@ def address_of(tensor: Tensor) -> int:
     """Of the memory that the tensor, or what it is a view of, lies in; -1 if it has none of its own."""
     if transforms_are_active() or tensor.layout is not torch.strided or tensor.is_nested:
         return -1
-    return tensor.untyped_storage().data_ptr()
+    return unwrapped_if_left(tensor).untyped_storage().data_ptr()
 
 
 def _entry_of(module: nn.Module, tensor: Tensor) -> Entry:

@@ -16,8 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from consequent.capture.product import Call, Listener, Product, UncompiledProduct
-from consequent.capture.torch_internals import autocast_dtype, transforms_are_active
+from consequent.capture.product import Apply, Call, Listener, apply_product, apply_uncompiled_product
+from consequent.capture.torch_internals import (
+    autocast_dtype,
+    autocast_is_on,
+    transforms_are_active,
+    unwrapped_if_left,
+)
 from consequent.capture.uncompiled import leave_uncompiled
 from consequent.capture.use import Use
 from consequent.layers import Operation, class_of, kind_of
@@ -34,6 +39,7 @@ _WATCHED: set[type[nn.Module]] = set()
 Forward = Callable[..., Any]
 
 _USUAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_STRIDED, _FLOAT64 = torch.strided, torch.float64
 
 
 def watch(layer: nn.Module, capture: "Capture") -> None:
@@ -93,7 +99,7 @@ def _watched_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _uncompiled(watch: "Watch", plain: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return watch.called(plain, args, kwargs, UncompiledProduct)
+    return watch.called(plain, args, kwargs, apply_uncompiled_product)
 
 
 leave_uncompiled(
@@ -117,7 +123,7 @@ class Watch:
         self._is_own = not _has_forward_of(layer, class_of(layer))
 
     def called(
-        self, plain: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], function: type[Product] = Product
+        self, plain: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], apply: Apply = apply_product
     ) -> Any:
         """What the layer computes, with the graph's node a product of ours if somebody wants to know of it.
 
@@ -125,7 +131,7 @@ class Watch:
             plain: the ``forward`` of its class.
             args: of the call.
             kwargs: likewise.
-            function: the product.
+            apply: the product.
         """
         layer = self.layer
         if transforms_are_active():
@@ -134,24 +140,26 @@ class Watch:
             for capture in self.captures:
                 capture.called_without_graph(layer)
             return plain(layer, *args, **kwargs)
-        if "weight" not in layer._parameters or ("bias" not in layer._parameters and hasattr(layer, "bias")):
+        parameters = layer._parameters
+        if "weight" not in parameters or ("bias" not in parameters and hasattr(layer, "bias")):
             for capture in self.captures:
                 capture.misbehaving[layer] = "it was parametrised or pruned after attaching"
             return plain(layer, *args, **kwargs)
-        if not self._operation.is_current(layer):
-            self._operation = type(self._operation).of(layer)
+        operation = self._operation
+        if not operation.is_current(layer):
+            operation = self._operation = type(operation).of(layer)
         if self._is_own:
-            with _Looking(self, function) as looking:
+            with _Looking(self, apply) as looking:
                 outputs = plain(layer, *args, **kwargs)
             if not looking.saw_product:
                 for capture in self.captures:
                     capture.misbehaving[layer] = "its forward does not multiply inputs with its weight as it is"
             return outputs
-        is_usual = len(args) == 1 and not kwargs and not self._operation.is_sparse
-        inputs = args[0] if is_usual else self._operation.inputs_in(args, kwargs)
-        canonical = self._operation.canonical(inputs) if _is_ordinary(inputs, self._operation) else None
+        is_usual = len(args) == 1 and not kwargs and not operation.is_sparse
+        inputs = args[0] if is_usual else operation.inputs_in(args, kwargs)
+        canonical = operation.canonical(inputs) if _is_ordinary(inputs, operation) else None
         if canonical is not None:
-            outputs = self.product(canonical, inputs, layer.weight, layer._parameters.get("bias"), function)
+            outputs = self.product(canonical, inputs, parameters["weight"], parameters.get("bias"), apply)
             if outputs is not None:
                 return outputs
         outputs = plain(layer, *args, **kwargs)
@@ -160,54 +168,46 @@ class Watch:
                 capture.misbehaving[layer] = "it was called with sparse, nested or further inputs"
         return outputs
 
-    def product(
-        self, canonical: Canonical, given: Tensor, weight: Any, bias: Any, function: type[Product]
-    ) -> Tensor | None:
+    def product(self, canonical: Canonical, given: Tensor, weight: Any, bias: Any, apply: Apply) -> Tensor | None:
         """The layer's outputs, by a product of ours; None where nobody wants that."""
         operation, inputs, samples, output_shape = canonical
         operation = operation.canonical_form
-        cast = autocast_dtype(inputs.device) if operation.follows_autocast else None
-        if inputs.is_floating_point():
-            if cast is not None and inputs.dtype != torch.float64:
-                inputs = inputs.to(cast)
-            elif inputs.dtype != weight.dtype:
-                return None  # torch has its own words for this
+        cast = autocast_dtype(inputs.device) if autocast_is_on() and operation.follows_autocast else None
+        if cast is not None and inputs.is_floating_point() and inputs.dtype is not _FLOAT64:
+            inputs = inputs.to(cast)
+        elif inputs.dtype is not weight.dtype and inputs.is_floating_point():
+            return None  # torch has its own words for this
+        dtype = weight.dtype if cast is None else cast
         uses: list[tuple[Listener, Use]] = []
+        has_bias = bias is not None
         for capture in self.captures:
-            use = capture.use_of(
-                self.layer,
-                operation,
-                given,
-                samples,
-                output_shape,
-                weight.dtype if cast is None else cast,
-                has_bias=bias is not None,
-            )
+            use = capture.use_of(self.layer, operation, given, samples, output_shape, dtype, has_bias)
             if use is not None:
                 uses.append((capture.listener, use))
         if not uses:
             return None
         operation.prepare(weight, inputs)
         for listener, use in uses:
-            weight, bias = listener.before_product(use, weight, bias)
-        call = Call(operation, uses)
-        outputs: Tensor = function.apply(inputs, weight, bias, call)  # type: ignore[no-untyped-call]
-        if not outputs.requires_grad:
-            return outputs if output_shape is None else outputs.view(output_shape)
-        for listener, use in uses:
-            use.rows = operation.rows(outputs)
-            if use.entry.module is self.layer:
-                use.entry.output_shape = tuple(outputs.shape) if output_shape is None else output_shape
-            listener.after_product(use, outputs)
+            if listener.replaces_gradients:
+                weight, bias = listener.before_product(use, weight, bias)
+        outputs: Tensor = apply(unwrapped_if_left(inputs), weight, bias, Call(operation, uses, weight.dtype))
+        if outputs.requires_grad:
+            rows = operation.rows(outputs)
+            for listener, use in uses:
+                use.rows = rows
+                if use.entry.module is self.layer:
+                    use.entry.output_shape = tuple(outputs.shape) if output_shape is None else output_shape
+                if listener.replaces_gradients:
+                    listener.after_product(use, outputs)
         return outputs if output_shape is None else outputs.view(output_shape)
 
 
 class _Looking(TorchFunctionMode):
     """Inside of a layer's own ``forward``: a product with its weight becomes ours."""
 
-    def __init__(self, watch: Watch, function: type[Product]) -> None:
+    def __init__(self, watch: Watch, apply: Apply) -> None:
         super().__init__()
-        self._function = function
+        self._apply = apply
         self._watch = watch
         self.saw_product = False
 
@@ -223,7 +223,7 @@ class _Looking(TorchFunctionMode):
         if _is_ordinary(inputs, self._watch._operation) and (bias is None or bias is layer._parameters.get("bias")):
             canonical = self._watch._operation.product_called(func, args, kwargs)
         self.saw_product |= canonical is not None
-        outputs = None if canonical is None else self._watch.product(canonical, inputs, weight, bias, self._function)
+        outputs = None if canonical is None else self._watch.product(canonical, inputs, weight, bias, self._apply)
         return func(*args, **kwargs) if outputs is None else outputs
 
 
@@ -237,7 +237,7 @@ def _has_forward_of(layer: nn.Module, cls: type[nn.Module]) -> bool:
 
 def _is_ordinary(inputs: Any, operation: Operation) -> bool:
     """Whether it is a tensor that our product can compute with; torch itself takes others, too."""
-    if type(inputs) is Tensor and inputs.dtype in _USUAL and inputs.layout is torch.strided and not inputs.is_nested:
+    if type(inputs) is Tensor and inputs.dtype in _USUAL and inputs.layout is _STRIDED and not inputs.is_nested:
         return True
     if not isinstance(inputs, Tensor) or inputs.layout not in (torch.strided, torch.sparse_coo) or inputs.is_nested:
         return False

@@ -10,9 +10,10 @@ from consequent.capture.at_step import StepCorrector
 from consequent.capture.capture import Capture
 from consequent.capture.records import Record
 from consequent.capture.torch_internals import answers_at_once, graph_is_being_captured
+from consequent.capture.use import Entry
 from consequent.engines.bounding import Bounded, shorten
 from consequent.engines.engine import Engine, Outcome, Work
-from consequent.engines.gpu.by_kernels import ByKernels, KernelSolution, fused_step_of
+from consequent.engines.gpu.by_kernels import ByKernels, FusedStep, KernelSolution, fused_step_of
 from consequent.engines.grouped import Grouped
 from consequent.engines.plain import Plain
 from consequent.engines.unwatched import Unwatched
@@ -97,11 +98,12 @@ class Rewriter:
             failure = error  # first tell the others, who would wait
         return bool(records) if self.exchange is None else self.exchange.open(failure)
 
-    def rewrite(self, loss_reduction: LossReduction, *, bounded: bool) -> bool:
+    def rewrite(self, loss_reduction: LossReduction, passes: list[set[Entry]], *, bounded: bool) -> bool:
         """Rewrite the gradients of all corrected layers; after :meth:`has_work` has said that there is something to do.
 
         Args:
             loss_reduction: how the loss sums up over samples.
+            passes: the backward passes on this rank, each with the entries that took part in it.
             bounded: whether the optimiser's step follows at once, so that the bound knows what is applied.
 
         Returns:
@@ -109,7 +111,7 @@ class Rewriter:
         """
         try:
             if self.exchange is None:
-                records, self.samples = self._filled, self._capture.entries.count(self._corrector.passes())
+                records, self.samples = self._filled, self._capture.entries.count(passes)
             else:
                 records, self.samples = self.exchange.complete(self._may_wait), self.exchange.samples
             self._list_uncaptured(records)
@@ -122,8 +124,9 @@ class Rewriter:
             self.divisor = divisor = loss_divisor(loss_reduction, self.samples)
             solved = self._solutions_of(records, divisor, bounded=bounded)
             solutions = [solution for _, its in solved for solution in its]
-            finite = self._all_finite(solutions)
-            in_graph = fused_step_of(solutions) is not None and graph_is_being_captured()  # then the kernels count it
+            fused = fused_step_of(solutions)
+            finite = self._all_finite(solutions, fused)
+            in_graph = fused is not None and graph_is_being_captured()  # then the kernels count it
             if not in_graph:
                 self._reports.add_step(self.device)
             if finite is False:
@@ -131,9 +134,10 @@ class Rewriter:
             if self._reports.check:
                 self._refuse_failure_elsewhere(solutions)
             for solution in solutions:
+                name = self._name(solution.record)
                 if not isinstance(solution, KernelSolution):  # which count on the device
-                    self._reports.updated(self._name(solution.record), solution)
-                self.sides[self._name(solution.record)] = solution.side
+                    self._reports.updated(name, solution)
+                self.sides[name] = solution.side
             if self._keeps_foresight:
                 self._watch = Watch(records, self._capture.names, self._groups.learning_rate_of, divisor)
             outcome = Outcome(finite, self._reports.on_device, in_graph, self._found_inf is None)
@@ -182,9 +186,14 @@ class Rewriter:
     ) -> list[tuple[Engine, list[Solution]]]:
         """Each engine, and what it has found."""
         works = []
+        of_groups: dict[int, tuple[Damping, float | None]] = {}  # λ and the bound's limit, by the group's id
         for record in records:
-            limit = self._limit(record, divisor) if bounded else None
-            works.append(Work(record, self._damping_of(record), self._may_wait(record.weight), divisor, limit))
+            key = (record.stands_for or record).first_use.key
+            group = id(self._groups.group_of(key))
+            if group not in of_groups:
+                of_groups[group] = self._groups.damping_of(key), self._limit(key, divisor) if bounded else None
+            damping, limit = of_groups[group]
+            works.append(Work(record, damping, self._may_wait(record.weight), divisor, limit))
         by_record = {work.record: work for work in works}
         solved = []
         for engine in ENGINES[1:] if self._keeps_foresight else ENGINES:  # kernels do not keep what was before
@@ -205,23 +214,23 @@ class Rewriter:
             self._reports.add("bounded", count)
         return solved
 
-    def _limit(self, record: Record, divisor: float) -> float | None:
-        """How large a change of its outputs may be, in units of the gradient before the divisor."""
-        rate = self._groups.rate_in_the_long_run((record.stands_for or record).first_use.key)
+    def _limit(self, parameter: Tensor, divisor: float) -> float | None:
+        """How large a change of its layer's outputs may be, in units of the gradient before the divisor."""
+        rate = self._groups.rate_in_the_long_run(parameter)
         return None if self.bound is None or not rate else self.bound / (rate * divisor)
 
     def _damping_of(self, record: Record) -> Damping:
         return self._groups.damping_of((record.stands_for or record).first_use.key)
 
-    def _all_finite(self, solutions: list[Solution]) -> bool | Tensor:
+    def _all_finite(self, solutions: list[Solution], fused: FusedStep | None) -> bool | Tensor:
         """Whether the step may be taken; on a GPU that is not waited for, a tensor (and plain gradients are zeroed)."""
-        fused = fused_step_of(solutions)
         updates = [solution for solution in solutions if not isinstance(solution, KernelSolution)]
         records = [solution.record for solution in solutions]
-        corrected = {p for record in records for p in (record.stands_for or record).members}
-        plain = [local(p.grad) for p in self._groups.parameters() if p.grad is not None and p not in corrected]
+        corrected = {id(p) for record in records for p in (record.stands_for or record).members}
+        rest = [p.grad for p in self._groups.parameters() if id(p) not in corrected]
+        plain = [local(grad) for grad in rest if grad is not None]
         flags: list[tuple[str, bool | Tensor]]
-        flags = [(shown(self._name(update.record)), update.finite) for update in updates]
+        flags = [(shown(self._name(update.record)), update.finite) for update in updates if update.finite is not True]
         flags += [("a layer that is not corrected", flag) for flag in _are_finite(plain)]
         found_inf = self._found_inf
         bad = [name for name, flag in flags if self._may_wait(flag) and not flag]

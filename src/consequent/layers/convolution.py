@@ -58,13 +58,14 @@ class Convolution(Windowed):
 
     def is_current(self, layer: Any) -> bool:
         """Whether the layer has the same settings still."""
-        return self.seen == _settings(layer) and layer.weight.shape == self.weight_shape
+        return self.seen == _settings(layer) and layer._parameters["weight"].shape == self.weight_shape
 
     def canonical(self, inputs: Tensor) -> Canonical | None:
         """The call with these inputs, with or without a leading dimension of images."""
-        if inputs.ndim not in (self.spatial_dims + 1, self.spatial_dims + 2):
+        further_dims = inputs.ndim - self.spatial_dims
+        if further_dims not in (1, 2):
             return None
-        is_batched = inputs.ndim > self.spatial_dims + 1
+        is_batched = further_dims == 2
         images = inputs if is_batched else inputs.unsqueeze(0)
         operation = self.canonical_form
         if operation.padding != self.padding or self.padding_mode != "zeros":
@@ -128,7 +129,7 @@ class Convolution(Windowed):
         return self._backward(output_grad, inputs, weight, (False, True, False))[1]
 
     def gradients(
-        self, output_grad: Tensor, inputs: Tensor, weight: Tensor, *, with_bias: bool
+        self, output_grad: Tensor, inputs: Tensor, weight: Tensor, with_bias: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """``Wᵀ ΔZ``, ``ΔZ Xᵀ`` and the sum of ``ΔZ``."""
         return self._backward(output_grad, inputs, weight, (True, True, with_bias))

@@ -36,17 +36,18 @@ class Linear(Operation):
 
     def is_current(self, layer: Any) -> bool:
         """Whether the weight has the same shape still."""
-        return bool(layer.weight.shape == self.weight_shape)
+        return bool(layer._parameters["weight"].shape == self.weight_shape)
 
     def canonical(self, inputs: Tensor) -> Canonical | None:
         """The call with these inputs, of any leading shape."""
-        if inputs.ndim == 0 or inputs.shape[-1] != self.features:
+        shape = inputs.shape
+        if not shape or shape[-1] != self.features:
             return None
-        if inputs.ndim == 2:
-            return Canonical(self, inputs, inputs.shape[0], None)
-        samples = 1 if inputs.ndim == 1 else inputs.shape[0]
-        rows = inputs.reshape(prod(inputs.shape[:-1]), self.features)
-        return Canonical(self, rows, samples, (*inputs.shape[:-1], self.outputs))
+        if len(shape) == 2:
+            return Canonical(self, inputs, shape[0], None)
+        samples = 1 if len(shape) == 1 else shape[0]
+        rows = inputs.reshape(prod(shape[:-1]), self.features)
+        return Canonical(self, rows, samples, (*shape[:-1], self.outputs))
 
     def product_called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Canonical | None:
         """A call of ``F.linear``."""

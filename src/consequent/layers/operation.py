@@ -117,7 +117,7 @@ class Operation(ABC):
         """``ΔZ Xᵀ`` in the shape of the weight: what backpropagation computes."""
 
     def gradients(
-        self, output_grad: Tensor, inputs: Tensor, weight: Tensor, *, with_bias: bool
+        self, output_grad: Tensor, inputs: Tensor, weight: Tensor, with_bias: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """:meth:`input_gradient`, :meth:`weight_gradient` and :meth:`bias_gradient`, which may be cheaper together."""
         bias_grad = self.bias_gradient(output_grad) if with_bias else None
@@ -180,7 +180,7 @@ class Operation(ABC):
 
     def rows(self, outputs: Tensor) -> int:
         """How many rows the outputs are."""
-        return outputs.numel() // max(self.outputs, 1)
+        return outputs.numel() // self.outputs if self.outputs else 0
 
     def second_moments(self, inputs: list[Tensor], *, ones: bool) -> Tensor:
         """:meth:`second_moment` of several inputs of one shape, each its own layer's: ``[layers, groups, D, D]``."""

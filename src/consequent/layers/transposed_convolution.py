@@ -84,7 +84,7 @@ class TransposedConvolution(Windowed):
 
     def is_current(self, layer: Any) -> bool:
         """Whether the layer has the same settings still."""
-        return self.seen == _settings(layer) and layer.weight.shape == self.weight_shape
+        return self.seen == _settings(layer) and layer._parameters["weight"].shape == self.weight_shape
 
     def inputs_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The images; None if an ``output_size`` asks for another geometry than the layer's (:meth:`with_output_size`).
@@ -178,7 +178,7 @@ class TransposedConvolution(Windowed):
         return self._backward(output_grad, inputs, weight, (False, True))[1]
 
     def gradients(
-        self, output_grad: Tensor, inputs: Tensor, weight: Tensor, *, with_bias: bool
+        self, output_grad: Tensor, inputs: Tensor, weight: Tensor, with_bias: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """``Wᵀ ΔZ``, ``ΔZ Xᵀ`` and the sum of ``ΔZ``."""
         bias_grad = self.bias_gradient(output_grad) if with_bias else None

@@ -52,6 +52,10 @@ class Groups:
         """Be as if the groups had never been read."""
         self._group_of, self._seen = {}, []
 
+    def group_of(self, parameter: Tensor) -> dict[str, Any] | None:
+        """The group that holds the parameter, if any does."""
+        return self._group_of.get(parameter)
+
     def owns(self, parameter: Tensor) -> bool:
         """Whether the optimiser holds the parameter."""
         return self._optimizer is None or parameter in self._group_of

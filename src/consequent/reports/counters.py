@@ -47,7 +47,7 @@ class Tally:
         """Count something. A tensor is looked at later."""
         if isinstance(count, Tensor):
             self.on_device(count.device)[NAMES.index(name)].add_(count.squeeze())
-        else:
+        elif count:
             setattr(self._counters, name, getattr(self._counters, name) + count)
 
     def on_device(self, device: torch.device) -> Tensor:

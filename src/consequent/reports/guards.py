@@ -39,7 +39,7 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 
 def refuse_corrected_before(records: Iterable[Record], capture: Capture, others: Iterable[StepCorrector]) -> None:
     """Raise if a gradient is, or contains, one that a correction has rewritten already."""
-    others = list(others)
+    others = [other for other in others if other.records]
 
     def name_of(record: Record) -> str:
         return shown(capture.names[record.first_use.layer])
@@ -50,8 +50,10 @@ def refuse_corrected_before(records: Iterable[Record], capture: Capture, others:
                 f"{name_of(record)}: this backward pass was added to a gradient that had been corrected already. "
                 "Call optimizer.zero_grad() between a step and the next backward pass."
             )
-        theirs = [other.records[record.weight] for other in others if record.weight in other.records]
-        if any(other.has_just_corrected(parameter) for other in theirs for parameter in record.members):
+        for other in others:
+            theirs = other.records.get(record.weight)
+            if theirs is None or not any(map(theirs.has_just_corrected, record.members)):
+                continue
             raise RuntimeError(
                 f"{name_of(record)}: its gradient was corrected just now by another Consequentialism on the same "
                 "model, and would be corrected twice. Keep one of them and detach() the other."
@@ -115,10 +117,10 @@ def uncaptured_layers(
     records: Iterable[Record], capture: Capture, corrector: StepCorrector, owns: Callable[[Tensor], bool]
 ) -> Iterator[str]:
     """Names of layers whose weight got a gradient although none of their own products was reached."""
-    seen = {record.weight for record in records}
+    seen = {id(record.weight) for record in records}
     for name, layer in capture.layers.items():
         weight, _ = capture.parameters_of(layer)
-        if weight in seen or layer in capture.misbehaving or not owns(weight) or weight.grad is None:
+        if id(weight) in seen or layer in capture.misbehaving or not owns(weight) or weight.grad is None:
             continue
         record = corrector.records.get(weight)
         if (record is None or not record.was_corrected(weight)) and has_gradient(weight):

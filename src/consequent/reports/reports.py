@@ -110,6 +110,8 @@ class Reports(Tally):
     def updated(self, name: str, update: Solution) -> None:
         """A layer is about to get this update."""
         self._note_failures(name, update.rescued, update.fallen_back)
+        if update.edited is False:
+            return
         self.add("edited", update.edited)
         if not isinstance(update.edited, Tensor) and update.edited:
             self._warn_once(
@@ -121,7 +123,7 @@ class Reports(Tally):
             )
 
     def _note_failures(self, name: str, rescued: int | Tensor, fallen_back: int | Tensor) -> None:
-        if not isinstance(fallen_back, Tensor) and fallen_back:
+        if isinstance(fallen_back, int) and fallen_back:
             message = (
                 f"{shown(name)}: the Gram matrix plus damping could not be factorised, not even in float64; "
                 "raise the damping"

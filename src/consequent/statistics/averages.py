@@ -114,7 +114,7 @@ class Averages:
 
     def is_idle(self, use: Use) -> bool:
         """Whether a use's inputs need not be looked at in this step."""
-        average = self._of.get(use.weight)
+        average = self._of.get(use.weight) if self._of else None
         if average is None or average.age >= self.refresh:
             return False
         return average.has(use.features, self._trained(use.weight, () if use.bias is None else (use.bias,)))

@@ -16,8 +16,9 @@ SAME_MULTIPLE = 1e3  # in units of eps: how far rounding may take the signature 
 
 def trained(record: "Record") -> list[Tensor]:
     """The record's parameters that have a gradient now: the weight first, then the biases."""
-    members = [record.weight] if record.features else []
-    return [parameter for parameter in (*members, *record.biases) if parameter.grad is not None]
+    statistic = record.captured
+    members = (record.weight, *statistic.biases) if statistic.features else statistic.biases
+    return [parameter for parameter in members if parameter.grad is not None]
 
 
 def gradient_matrix(record: "Record") -> Tensor:
@@ -131,9 +132,12 @@ def change_of(record: "Record", energy: float | Tensor, trace: float | Tensor) -
         energy: ``⟨U, G⟩``.
         trace: of ``XXᵀ``, of all groups together.
     """
-    operation = record.operation
+    statistic = record.captured
+    operation = statistic.operation
+    columns = statistic.features if record.weight.grad is not None else 0
+    columns += sum([bias.grad is not None for bias in statistic.biases])
     outputs = record.weight.numel() / max(operation.features, 1)
-    return Change(energy, trace, outputs / max(len(columns_with_gradient(record)) * operation.groups, 1))
+    return Change(energy, trace, outputs / max(columns * operation.groups, 1))
 
 
 def dot(one: Tensor, other: Tensor) -> Tensor:

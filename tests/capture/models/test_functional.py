@@ -1,5 +1,7 @@
 """torch.func over an attached model: right numbers there, and nothing of it in the next step."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -101,3 +103,28 @@ def test_functional_call_with_the_parameters_themselves_is_a_pass_like_any_other
     expected_backward(twin, lambda m: half_squares(m(x)), len(x))
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
     check_same(model, twin)
+
+
+@pytest.mark.parametrize("at", ["step", "backward"])
+@pytest.mark.parametrize("in_container", [True, False])
+def test_inputs_that_a_transform_has_left_behind(at, in_container):
+    """They are wrapped still, although nobody transforms them any more."""
+    data, left = torch.randn(4, 3), []
+
+    def keeps_its_inputs(x):
+        left.append(2 * x)
+        return x.sum()
+
+    grad(keeps_its_inputs)(data)
+    layer = nn.Linear(3, 2)
+    weights = []
+    for inputs in (left[0], 2 * data):
+        model = nn.Sequential(copy.deepcopy(layer)) if in_container else copy.deepcopy(layer)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        correction = consequent.attach(optimizer, model, at=at)
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        assert correction.samples == 4
+        assert not correction.plain
+        weights.append(next(model.parameters()).detach())
+    torch.testing.assert_close(*weights)
