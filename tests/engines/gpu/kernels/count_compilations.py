@@ -29,8 +29,8 @@ def count(make_model, shape, memory_format):
 
     def launch(kernel, grid, arguments, constants=(), **options):
         source = source_of(kernel, arguments, constants)
-        key = (kernel.fn.__name__, *source.signature.items(), *source.constants.items(), *source.attrs, *options.items())
-        seen[str(key)] = kernel.fn.__name__
+        specialised = (*source.signature.items(), *source.constants.items(), *source.attrs, *options.items())
+        seen[str((kernel.fn.__name__, *specialised))] = kernel.fn.__name__
 
     for module in (dense, features, factor, lags, moment):
         module.launch = launch

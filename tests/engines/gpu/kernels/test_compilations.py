@@ -15,8 +15,8 @@ import consequent
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from consequent.engines.gpu.kernels import launch as launching  # noqa: E402
-from consequent.engines.gpu.kernels.launch import launch, rehearse  # noqa: E402
+from consequent.engines.gpu.kernels import launch as launching
+from consequent.engines.gpu.kernels.launch import launch, rehearse
 
 DENSE = {"_gram": 1, "_factor": 1, "_solve": 1, "_look": 1, "_write": 1}
 FEATURES = {"_factorise": 1, "_first_product": 1, "_second_product": 1}
