@@ -11,6 +11,7 @@ from torch import nn
 
 import consequent
 from consequent.maths.damping import DEFAULT
+from consequent_lab.bench_tables import cost_table, first_step_table, growth_table
 from consequent_lab.faults.record import recorded
 from consequent_lab.faults_command import table
 from consequent_lab.paper import learning_rates, mlp, resnet20
@@ -103,20 +104,13 @@ def test_the_earlier_races_numbers_are_in_results():
 
 
 def test_the_costs_are_in_results():
-    rows = re.findall(
-        r"^\| (.*?) \| (.*?) ([\d.]+) (ms|MiB) \| (.*?) ([\d.]+) (?:ms|MiB) \| \*\*([\d.]+)\*\* \(", README, re.M
-    )
-    measured = []
-    for name in ("bench-h200", "bench-cpu"):
-        record = json.loads((ROOT / "results" / f"{name}.json").read_text())
-        assert not record["quick"]
-        measured += [row for row in record["rows"] if row["quantity"] == "time" or row["target"] is not None]
-    assert len(rows) == len(measured) > 5
-    for (title, ours, value, unit, baseline, other, ratio), row in zip(rows, measured, strict=True):
-        assert title.startswith(row["task"])
-        assert (ours, baseline, unit) == (row["ours"]["name"], row["baseline"]["name"], row["unit"])
-        expected = [row["ours"]["value"], row["baseline"]["value"], row["ratio"]["median"]]
-        assert [float(x) for x in (value, other, ratio)] == pytest.approx(expected, rel=0.01)
+    records = [json.loads((ROOT / "results" / f"{name}.json").read_text()) for name in ("bench-h200", "bench-cpu")]
+    assert not any(record["quick"] for record in records)
+    lines = cost_table(records)
+    assert len(lines) > 7
+    assert "\n".join(lines) in README
+    for line in first_step_table(records[0]):
+        assert line in README
 
 
 def within_rounding(text):
@@ -145,9 +139,10 @@ def test_the_missed_targets_are_those_in_results():
         missed += [(record["device"]["type"], row) for row in record["rows"] if row["met"] is False]
     assert len(items) == len(missed), [row["name"] for _, row in missed]
     for title, ratio, target in items:
-        (found,) = (pair for pair in missed if described(*pair, title) and pair[1]["target"] == float(target))
-        assert found[1]["ratio"]["median"] == within_rounding(ratio), title
-        missed.remove(found)
+        said = [pair for pair in missed if described(*pair, title) and pair[1]["target"] == float(target)]
+        found = [pair for pair in said if pair[1]["ratio"]["median"] == within_rounding(ratio)]
+        assert found, title
+        missed.remove(found[0])
 
 
 def described(device, row, title):
@@ -227,14 +222,8 @@ def test_the_tables_of_kernels_and_growth_are_in_results():
     for kernel in json.loads((ROOT / "results" / "roofline-h200.json").read_text())["kernels"]:
         values = [kernel[name] for name in ("microseconds", "gigaflop", "megabytes", "floor_microseconds")]
         assert f"| {kernel['what']} | {' | '.join(f'{value:g}' for value in values)} |" in page
-    curves = json.loads((ROOT / "results" / "scaling-h200.json").read_text())["curves"]
-    rows = re.findall(r"^\| .* \| ([\d,]+) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$", page, re.M)
-    assert len(rows) == len(curves)
-    for row, curve in zip(rows, curves, strict=True):
-        largest, exponents = curve["points"][-1], curve["exponents"]
-        expected = [largest["size"], largest["plain"]["median"], largest["ours"]["median"]]
-        expected += [exponents["plain"], exponents["correction"], curve["predicted_exponent"]]
-        assert [float(value.replace(",", "")) for value in row] == pytest.approx(expected, rel=0.01, abs=0.006)
+    growth = json.loads((ROOT / "results" / "scaling-h200.json").read_text())
+    assert "\n".join(growth_table(growth)) in page
 
 
 def test_the_table_of_faults_is_in_results():

@@ -42,6 +42,8 @@ class Bench:
     """precision: folder with the binary batches of CIFAR-10 (default: scikit-learn's digits)."""
     draw: Path | None = None
     """scaling: draw the picture of this JSON file beside it, and measure nothing."""
+    tables: tuple[Path, ...] = ()
+    """Print the tables of these JSON files as they are in the documentation, and measure nothing."""
     quick: bool = False
     """Tiny networks that only show that everything works; on the CPU unless a device is named."""
 
@@ -61,6 +63,9 @@ class Bench:
         if self.draw is not None:
             _draw_again(self.draw)
             return
+        if self.tables:
+            _print_tables(self.tables)
+            return
         path = self.output or Path("bench.json" if self.study == "speed" else f"bench-{self.study}.json")
         path.parent.mkdir(parents=True, exist_ok=True)  # Better fail now than after the measurement.
         device = _choose(self.device, quick=self.quick)
@@ -71,25 +76,38 @@ class Bench:
         screen.print(f"Time: {time.perf_counter() - start:.0f} s")
 
     def _speed(self, screen: "Console", path: Path, device: str) -> None:
-        from consequent_lab.bench_display import failures, speed_table
+        from consequent_lab.bench_display import failures, first_step_table, speed_table
+        from consequent_lab.first_step import FirstStep, time_first_steps
         from consequent_lab.records import write_json
         from consequent_lab.rounding import tf32
-        from consequent_lab.speed import play
-        from consequent_lab.targets import FULL, QUICK, matches
+        from consequent_lab.speed import Played, play
+        from consequent_lab.targets import FULL, QUICK, Match, first_steps, matches
 
-        chosen = self._chosen({match.name: match for match in matches(device, QUICK if self.quick else FULL)})
+        sizes, judge = QUICK if self.quick else FULL, not self.quick
+        known: dict[str, Match | str] = {match.name: match for match in matches(device, sizes)}
+        known |= {name: name for name in first_steps(sizes)} if device == "cuda" else {}
         record = self._record(device)
-        played = []
-        for match in chosen:
+        played: list[Played] = []
+        first: list[FirstStep] = []
+        for one in self._chosen(known):
             start = time.perf_counter()
-            with tf32(allowed=True):
-                played.append(play(match, device, self._plan(device)))
-            rows = [row for one in played for row in one.rows()]
-            record["rows"] = [row.record(judge=not self.quick) for row in rows]
-            record["measurements"] = [one.record() for one in played]
+            if isinstance(one, str):
+                first += time_first_steps(one, device, quick=self.quick)
+                what = f"{one}: {first[-1].task}, a new process"
+            else:
+                with tf32(allowed=True):
+                    played.append(play(one, device, self._plan(device)))
+                what = f"{one.name}: {one.task.title}, {one.mode}"
+            rows = [row for each in played for row in each.rows()]
+            record["rows"] = [row.record(judge=judge) for row in rows]
+            record["first_steps"] = [each.record(judge=judge) for each in first]
+            record["measurements"] = [each.record() for each in played]
             write_json(path, record)  # after every match: an interrupted bench is not lost
-            screen.print(f"{match.name}: {match.task.title}, {match.mode}: {time.perf_counter() - start:.0f} s")
-        screen.print(speed_table(rows, judge=not self.quick))
+            screen.print(f"{what}: {time.perf_counter() - start:.0f} s", markup=False)
+        if played:
+            screen.print(speed_table(rows, judge=judge))
+        if first:
+            screen.print(first_step_table(first, judge=judge))
         for sentence in failures(played):
             screen.print(sentence, markup=False)
         screen.print(f"Numbers: {path}")
@@ -144,7 +162,7 @@ class Bench:
             return Plan(self.repeats or 5, seconds=1, sample_seconds=0.005)
         if device == "cuda":
             # Recorded launches are for steps that follow each other: many of them before the first, and in a sample.
-            return Plan(self.repeats or 50, seconds=15, sample_seconds=0.1, warm_up=20)
+            return Plan(self.repeats or 50, seconds=6, sample_seconds=0.05, warm_up=20)
         return Plan(self.repeats or 60, seconds=40)
 
     def _chosen(self, measurements: "dict[str, T]") -> "list[T]":
@@ -182,6 +200,22 @@ def _draw_again(path: Path) -> None:
     curves = [curve for curve in recorded_curves(record) if curve.points]
     draw_scaling(path.with_suffix(".png"), curves, record["device"]["name"])
     print(f"Picture: {path.with_suffix('.png')}")
+
+
+def _print_tables(paths: tuple[Path, ...]) -> None:
+    import json
+
+    from consequent_lab.bench_tables import cost_table, first_step_table, growth_table
+
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    costs = [record for record in records if record["study"] == "speed"]
+    for lines in (
+        cost_table(costs),
+        *[first_step_table(record) for record in costs],
+        *[growth_table(record) for record in records if record["study"] == "scaling"],
+    ):
+        if lines:
+            print("\n".join(lines), end="\n\n")
 
 
 def _choose(device: Device, *, quick: bool) -> str:

@@ -6,8 +6,10 @@ from statistics import median
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from consequent_lab.first_step import FirstStep
+from consequent_lab.numbers import three_digits
 from consequent_lab.precision import Moment
-from consequent_lab.scaling import Curve
+from consequent_lab.scaling import QUANTITIES, Curve
 from consequent_lab.speed import Played, Row
 
 
@@ -26,9 +28,23 @@ def speed_table(rows: list[Row], *, judge: bool) -> Table:
         if place == 0 or rows[place - 1].match is not row.match:
             table.add_row(f"[bold]{row.match.task.title}, {row.match.mode}[/]")
         comparison = row.comparison
-        what = f"  {comparison.ours} ÷ {comparison.baseline}{', memory' if comparison.quantity == 'memory' else ''}"
-        target = "–" if comparison.target is None else f"≤ {comparison.target:g}"
+        what = f"  {row.ours} ÷ {comparison.baseline}{', memory' if comparison.quantity == 'memory' else ''}"
+        target = "–" if comparison.target is None else f"≤ {comparison.target:g}" if row.is_best else ""
         table.add_row(what, *_numbers(row), *([target, _verdict(row)] if judge else []))
+    return table
+
+
+def first_step_table(steps: list[FirstStep], *, judge: bool) -> Table:
+    """Returns the table of first steps."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption="the first step of a new process")
+    table.add_column("Triton's cache", ratio=1)
+    for heading in ("seconds", *(["target", ""] if judge else [])):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for step in steps:
+        seconds = step.error or "–" if step.seconds is None else three_digits(step.seconds)
+        verdict = {True: "[green]met[/]", False: "[red]missed[/]", None: "[red]failed[/]"}[step.met]
+        judged = [f"≤ {step.target:g}", verdict] if judge else []
+        table.add_row(f"{step.task}, {step.ours}, {step.cache}", seconds, *judged)
     return table
 
 
@@ -44,16 +60,16 @@ def failures(played: list[Played]) -> list[str]:
 def scaling_table(curves: list[Curve]) -> Table:
     """Returns the table of exponents."""
     table = Table(
-        box=SIMPLE_HEAD, pad_edge=False, caption="time ∝ size^exponent, fitted over the upper half of the sizes"
+        box=SIMPLE_HEAD, pad_edge=False, caption="time ∝ size^exponent, fitted where the time grows with the size"
     )
     table.add_column("what grows", ratio=1)
-    for heading in ("largest", "SGD", "C-SGD", "correction", "predicted\nhere"):
+    for heading in ("largest", "SGD", "C-SGD", "at\nbackward", "correction", "predicted\nhere"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("predicted for the largest sizes", ratio=1)
     for curve in curves:
-        exponents = [curve.exponent(quantity) for quantity in ("plain", "ours", "correction")]
+        exponents = [curve.exponent(quantity) for quantity in QUANTITIES]
         largest = f"{curve.sizes[-1]:,}" if curve.points else "–"
-        numbers = [f"{value:.2f}" if isfinite(value) else "–" for value in (*exponents, curve.predicted)]
+        numbers = [f"{value:.2f}" if isfinite(value) else "flat" for value in (*exponents, curve.predicted)]
         what = f"[bold]{curve.sweep.axis}[/] ({curve.sweep.title})"
         table.add_row(what, largest, *numbers, curve.sweep.prediction, end_section=True)
     return table
@@ -87,25 +103,16 @@ def _errors(moment: Moment, name: str) -> str:
 
 
 def _numbers(row: Row) -> tuple[str, str, str]:
-    if row.ratio is None or row.ours is None or row.baseline is None:
+    if row.ratio is None or row.value is None or row.baseline is None:
         return "–", "–", "failed"
     ratio = f"{row.ratio.median:.2f}"
     if row.ratio.low < row.ratio.high:
         ratio += f" ({row.ratio.lower_quartile:.2f}–{row.ratio.upper_quartile:.2f})"
     unit = "MiB" if row.comparison.quantity == "memory" else "ms"
-    return f"{_three_digits(row.ours)} {unit}", f"{_three_digits(row.baseline)} {unit}", ratio
+    return f"{three_digits(row.value)} {unit}", f"{three_digits(row.baseline)} {unit}", ratio
 
 
 def _verdict(row: Row) -> str:
     if row.error is not None:
         return "[red]failed[/]"
     return {True: "[green]met[/]", False: "[red]missed[/]", None: ""}[row.met]
-
-
-def _three_digits(value: float) -> str:
-    """Returns the number with three digits, or all before the point.
-
-    >>> [_three_digits(value) for value in (0.01234, 1.234, 12.34, 1234.5)]
-    ['0.0123', '1.23', '12.3', '1234']
-    """
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

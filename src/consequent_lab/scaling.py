@@ -1,7 +1,8 @@
 """How the cost grows: the same step at sizes that double, and the exponents that come out.
 
-A time that grows as a power of the size is a straight line in a log–log plot. Its slope is fitted over the upper half
-of the sizes, where fixed costs weigh least, and compared with the slope of the operation counts over the same sizes.
+A time that grows as a power of the size is a straight line in a log–log plot. Its slope is fitted over the largest
+sizes, as far down as the time grows at all: where fixed costs hide everything else a curve is flat, and has no power.
+It is compared with the slope of the operation counts over the same sizes.
 """
 
 import math
@@ -18,9 +19,14 @@ from torch import nn
 from consequent_lab.models import mlp, residual_net
 from consequent_lab.operations import correction_operations
 from consequent_lab.timing import Plan, Quartiles, Timings, describe_error, measure, release_memory
-from consequent_lab.workloads import Entrant, Task, TrainingStep, damped, sgd
+from consequent_lab.workloads import Entrant, Task, TrainingStep, corrected, sgd
 
-PLAIN, OURS = "SGD", "C-SGD"
+PLAIN, OURS, BACKWARD = "SGD", "C-SGD", "C-SGD, at backward"
+QUANTITIES = ("plain", "ours", "backward", "correction")
+
+LEAST_GROWTH = 1.25  # for a size that doubles; less is flat
+LEAST_IN_ALL = 2.0  # over all of the sizes that a power is fitted to,
+FEWEST_FITTED = 3  # and so many of them
 
 
 @dataclass(frozen=True)
@@ -50,9 +56,10 @@ class Point:
 
     size: int
     plain: Quartiles
-    ours: Quartiles
-    correction: Quartiles  # the difference of the two, round by round
+    ours: Quartiles  # corrected at the step
+    correction: Quartiles  # the difference of the better one of ours and the plain one, round by round
     operations: float  # of the correction, on paper
+    backward: Quartiles | None = None  # corrected in the backward pass
 
 
 @dataclass
@@ -69,17 +76,24 @@ class Curve:
         return [point.size for point in self.points]
 
     def medians(self, quantity: str) -> list[float]:
-        """Returns the median milliseconds of "plain", "ours" or "correction" at every size."""
-        return [getattr(point, quantity).median for point in self.points]
+        """Returns the median milliseconds of one of QUANTITIES at every size; NaN where it was not measured."""
+        found = [getattr(point, quantity) for point in self.points]
+        return [math.nan if one is None else one.median for one in found]
 
     def exponent(self, quantity: str) -> float:
-        """Returns the measured exponent."""
+        """Returns the measured exponent; NaN if the time does not grow."""
         return fit_exponent(self.sizes, self.medians(quantity))
+
+    def fitted(self, quantity: str) -> slice:
+        """Returns which points that is fitted to."""
+        return growing(self.sizes, self.medians(quantity))
 
     @property
     def predicted(self) -> float:
-        """The exponent of the operation counts over the same sizes."""
-        return fit_exponent(self.sizes, [point.operations for point in self.points])
+        """The exponent of the operation counts over the sizes at which the correction's time grows; else over all."""
+        part, counts = self.fitted("correction"), [point.operations for point in self.points]
+        sizes = self.sizes
+        return slope(sizes[part], counts[part]) if len(sizes[part]) > 1 else slope(sizes, counts)
 
     def record(self) -> dict[str, Any]:
         """Returns the curve for a JSON file."""
@@ -89,8 +103,8 @@ class Curve:
             "axis": self.sweep.axis,
             "prediction": self.sweep.prediction,
             "predicted_exponent": self.predicted,
-            "exponents": {quantity: self.exponent(quantity) for quantity in ("plain", "ours", "correction")},
-            "fitted_sizes": self.sizes[upper_half(len(self.sizes))],
+            "exponents": {quantity: self.exponent(quantity) for quantity in QUANTITIES},
+            "fitted_sizes": {quantity: self.sizes[self.fitted(quantity)] for quantity in QUANTITIES},
             "stopped": self.stopped,
             "points": [asdict(point) for point in self.points],
         }
@@ -108,6 +122,7 @@ def recorded_curves(record: dict[str, Any]) -> list[Curve]:
                 Quartiles(**point["ours"]),
                 Quartiles(**point["correction"]),
                 point["operations"],
+                Quartiles(**point["backward"]) if point.get("backward") else None,
             )
             for point in curve["points"]
         ]
@@ -116,26 +131,42 @@ def recorded_curves(record: dict[str, Any]) -> list[Curve]:
 
 
 def fit_exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """Returns the least-squares slope of log(value) over log(size) in the upper half; NaN where there is none.
+    """Returns the slope of log(value) over log(size) where the values grow; NaN if they do not.
 
-    >>> round(fit_exponent([1, 2, 4, 8, 16], [9.0, 9.0, 16.0, 64.0, 256.0]), 6)
-    2.0
+    >>> round(fit_exponent([1, 2, 4, 8, 16], [9.0, 9.0, 16.0, 64.0, 256.0]), 1)
+    1.6
+    >>> fit_exponent([1, 2, 4, 8, 16], [9.0, 9.1, 8.9, 9.0, 9.5])
+    nan
     """
-    half = upper_half(len(sizes))
-    pairs = [(s, v) for s, v in zip(sizes[half], values[half], strict=True) if v > 0]
-    if len(pairs) < 2:
+    part = growing(sizes, values)
+    return slope(sizes[part], values[part])
+
+
+def growing(sizes: Sequence[float], values: Sequence[float]) -> slice:
+    """Returns the largest sizes, as far down as the values grow; none if that is too little to fit a power to.
+
+    >>> sizes = [1, 2, 4, 8, 16]
+    >>> sizes[growing(sizes, [9.0, 9.0, 16.0, 64.0, 256.0])], sizes[growing(sizes, [9.0, 9.0, 9.0, 9.0, 20.0])]
+    ([2, 4, 8, 16], [])
+    """
+    first = len(sizes) - 1
+    while first > 0 and _grows(sizes[first - 1 : first + 1], values[first - 1 : first + 1]):
+        first -= 1
+    if len(sizes) - first < FEWEST_FITTED or values[-1] < LEAST_IN_ALL * values[first]:
+        first = len(sizes)
+    return slice(first, None)
+
+
+def _grows(sizes: Sequence[float], values: Sequence[float]) -> bool:
+    before, after = values
+    return before > 0 and after / before >= LEAST_GROWTH ** math.log2(sizes[1] / sizes[0])
+
+
+def slope(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """Returns the least-squares slope of log(value) over log(size); NaN for less than two."""
+    if len(sizes) < 2:
         return math.nan
-    x, y = np.log(np.array(pairs, dtype=float)).T
-    return float(np.polyfit(x, y, 1)[0])
-
-
-def upper_half(count: int) -> slice:
-    """Returns where the larger half of so many points is, the middle one included; never less than two.
-
-    >>> [list(range(count))[upper_half(count)] for count in (5, 4, 2)]
-    [[2, 3, 4], [2, 3], [0, 1]]
-    """
-    return slice(max(0, min(count // 2, count - 2)), None)
+    return float(np.polyfit(np.log(np.array(sizes, float)), np.log(np.array(values, float)), 1)[0])
 
 
 def sweeps(device: str, *, quick: bool = False) -> tuple[Sweep, ...]:
@@ -159,7 +190,7 @@ def sweeps(device: str, *, quick: bool = False) -> tuple[Sweep, ...]:
             "mlp-batch",
             f"MLP of 5 layers of {width}",
             "samples in a batch",
-            _doubling(8, (64, 8192, 65536)[scale]),
+            _doubling(16, (64, 8192, 65536)[scale]),
             lambda size: perceptron(size, width),
             "1: beyond as many samples as inputs only the D×D Gram matrix grows, N·D²",
         ),
@@ -209,8 +240,8 @@ def sweeps(device: str, *, quick: bool = False) -> tuple[Sweep, ...]:
 def limits(device: str, *, quick: bool, repeats: int | None) -> Limits:
     """Returns how long the study may take."""
     if quick:
-        return Limits(repeats or 5, point_seconds=3, sweep_seconds=6)
-    return Limits(repeats or 9, point_seconds=5, sweep_seconds=40 if device == "cuda" else 30)
+        return Limits(repeats or 5, point_seconds=3, sweep_seconds=15)
+    return Limits(repeats or 9, point_seconds=5, sweep_seconds=30)
 
 
 def run_sweep(sweep: Sweep, device: str, limit: Limits) -> Curve:
@@ -218,7 +249,7 @@ def run_sweep(sweep: Sweep, device: str, limit: Limits) -> Curve:
     curve = Curve(sweep)
     end = time.perf_counter() + limit.sweep_seconds
     for size in sweep.sizes:
-        expected = _expected_seconds([point.ours.low for point in curve.points], limit.rounds)
+        expected = _expected_seconds([max(_lows(point)) for point in curve.points], limit.rounds)
         if expected > limit.point_seconds or time.perf_counter() + expected > end:
             curve.stopped = f"{size} would take too long"
             break
@@ -229,13 +260,22 @@ def run_sweep(sweep: Sweep, device: str, limit: Limits) -> Curve:
             break
         with torch.device("meta"):
             operations = correction_operations(task, model())
-        plain, ours = (Quartiles.of(timings.milliseconds[name]) for name in (PLAIN, OURS))
-        curve.points.append(Point(size, plain, ours, timings.difference(OURS, PLAIN), operations))
+        plain, ours, backward = (Quartiles.of(timings.milliseconds[name]) for name in (PLAIN, OURS, BACKWARD))
+        better = OURS if ours.median <= backward.median else BACKWARD
+        curve.points.append(Point(size, plain, ours, timings.difference(better, PLAIN), operations, backward))
     return curve
 
 
+def _lows(point: Point) -> list[float]:
+    return [one.low for one in (point.ours, point.backward) if one is not None]
+
+
 def _time(task: Task, model: Callable[[], nn.Module], device: str, limit: Limits) -> Timings:
-    entrants = Entrant(PLAIN, model, sgd), Entrant(OURS, model, sgd, damped(0.03))
+    entrants = (
+        Entrant(PLAIN, model, sgd),
+        Entrant(OURS, model, sgd, corrected()),
+        Entrant(BACKWARD, model, sgd, corrected(at="backward")),
+    )
     plan = Plan(limit.rounds, limit.point_seconds, sample_seconds=0.005, warm_up=2)
     try:
         with torch.device(device):  # where large models are initialised much faster

@@ -11,12 +11,13 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 
 from consequent_lab.figures import FAINT, INK
 from consequent_lab.records import write_atomically
-from consequent_lab.scaling import Curve, upper_half
+from consequent_lab.scaling import Curve
 
 # Okabe and Ito's colours, told apart by colour-blind readers too.
 LINES = {
     "plain": ("SGD", "#56B4E9", "s"),
     "ours": ("C-SGD", "#0072B2", "o"),
+    "backward": ("C-SGD, at backward", "#009E73", "D"),
     "correction": ("the correction", "#D55E00", "^"),
 }
 MOST_TICKS = 7
@@ -41,8 +42,8 @@ def draw_scaling(path: Path, curves: list[Curve], machine: str) -> None:
         axes.set_visible(False)
     figure.suptitle(f"How the time of a training step grows, {machine}", fontsize=14, color=INK)
     figure.supxlabel(
-        "Symbols: medians. Bars: quartiles. Dashed: the fitted power over the upper half of the sizes. "
-        "In brackets: the power of the operation counts there.",
+        "Symbols: medians. Bars: quartiles. Dashed: the fitted power, where the time grows. "
+        "The correction: of the better one of both. In brackets: the power of the operation counts there.",
         fontsize=9.5,
         color=FAINT,
     )
@@ -64,11 +65,13 @@ def _draw_panel(axes: Axes, curve: Curve) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
     for quantity, (name, colour, marker) in LINES.items():
         points = [getattr(point, quantity) for point in curve.points]
+        if None in points:
+            continue  # of a file from before it was measured
         medians = np.array([point.median for point in points])
         below = medians - [point.lower_quartile for point in points]
         above = [point.upper_quartile for point in points] - medians
         exponent = curve.exponent(quantity)
-        power = f"∝ size$^{{{exponent:.2f}}}$" if math.isfinite(exponent) else "(no power fitted)"
+        power = f"∝ size$^{{{exponent:.2f}}}$" if math.isfinite(exponent) else "(flat)"
         if quantity == "correction" and math.isfinite(curve.predicted):
             power += f" [{curve.predicted:.2f}]"
         seen = np.where(medians > 0, medians, np.nan)  # a difference lost in the noise has no logarithm
@@ -76,7 +79,8 @@ def _draw_panel(axes: Axes, curve: Curve) -> None:
             sizes, seen, (below, above), fmt=marker, color=colour, markersize=5, linewidth=1, label=f"{name} {power}"
         )
         axes.plot(sizes, seen, color=colour, linewidth=1, alpha=0.35)
-        _draw_fit(axes, sizes, medians, exponent, colour)
+        part = curve.fitted(quantity)
+        _draw_fit(axes, sizes[part], medians[part], exponent, colour)
     axes.legend(loc="upper left", fontsize=9.5, frameon=False, handlelength=1, labelcolor=INK)
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** 0.4)  # room for the legend
@@ -87,10 +91,7 @@ def _draw_panel(axes: Axes, curve: Curve) -> None:
 
 
 def _draw_fit(axes: Axes, sizes: np.ndarray, medians: np.ndarray, exponent: float, colour: str) -> None:
-    half = upper_half(len(sizes))
-    x, y = sizes[half], medians[half]
     if not math.isfinite(exponent):
         return
-    x, y = x[y > 0], y[y > 0]
-    offset = np.exp(np.mean(np.log(y) - exponent * np.log(x)))
-    axes.plot(x, offset * x**exponent, color=colour, linewidth=1.8, linestyle=(0, (4, 2)))
+    offset = np.exp(np.mean(np.log(medians) - exponent * np.log(sizes)))
+    axes.plot(sizes, offset * sizes**exponent, color=colour, linewidth=1.8, linestyle=(0, (4, 2)))

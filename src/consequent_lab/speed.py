@@ -1,6 +1,7 @@
 """Plays the matches of the table of targets and sets them beside it."""
 
-from dataclasses import asdict, dataclass, field
+import math
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,22 +30,29 @@ class Played:
     counters: dict[str, dict[str, int]] = field(default_factory=dict)  # of the corrections: fall-backs, skipped steps
 
     def rows(self) -> "list[Row]":
-        """Returns a line of the table for every comparison."""
-        return [self._row(comparison) for comparison in self.match.comparisons]
+        """Returns a line of the table for each of ours in every comparison."""
+        return [row for comparison in self.match.comparisons for row in self._rows(comparison)]
 
-    def _row(self, comparison: Comparison) -> "Row":
-        names = comparison.ours, comparison.baseline
+    def _rows(self, comparison: Comparison) -> "list[Row]":
+        """The best one is held against the target; where none was measured, the first."""
+        rows = [self._row(comparison, name) for name in comparison.ours]
+        best = min(rows, key=lambda row: math.inf if row.ratio is None else row.ratio.median)
+        return [replace(row, is_best=row is best) for row in rows]
+
+    def _row(self, comparison: Comparison, ours: str) -> "Row":
+        names = ours, comparison.baseline
+        row = Row(self.match, comparison, ours)
         errors = [f"{name}: {self.timings.errors[name]}" for name in names if name in self.timings.errors]
         if errors:
-            return Row(self.match, comparison, error="; ".join(errors))
+            return replace(row, error="; ".join(errors))
         if comparison.quantity == "memory":
             missing = [name for name in names if name not in self.memory]
             if missing:
-                return Row(self.match, comparison, error=f"no peak memory of {', '.join(missing)}")
-            ours, baseline = (self.memory[name].later for name in names)
-            return Row(self.match, comparison, ours, baseline, Quartiles.of([ours / baseline]))
-        ours, baseline = (Quartiles.of(self.timings.milliseconds[name]).median for name in names)
-        return Row(self.match, comparison, ours, baseline, self.timings.ratio(*names))
+                return replace(row, error=f"no peak memory of {', '.join(missing)}")
+            value, other = (self.memory[name].later for name in names)
+            return replace(row, value=value, baseline=other, ratio=Quartiles.of([value / other]))
+        value, other = (Quartiles.of(self.timings.milliseconds[name]).median for name in names)
+        return replace(row, value=value, baseline=other, ratio=self.timings.ratio(*names))
 
     def record(self) -> dict[str, Any]:
         """Returns the measurement for a JSON file."""
@@ -75,15 +83,22 @@ class Row:
 
     match: Match
     comparison: Comparison
-    ours: float | None = None
+    ours: str
+    value: float | None = None
     baseline: float | None = None
     ratio: Quartiles | None = None
     error: str | None = None
+    is_best: bool = True  # of ours in the comparison
+
+    @property
+    def way(self) -> str:
+        """In which ours is corrected."""
+        return next((entrant.way for entrant in self.match.entrants if entrant.name == self.ours), "")
 
     @property
     def met(self) -> bool | None:
-        """Whether the median ratio keeps to the target; None without one, or without a measurement."""
-        if self.comparison.target is None or self.ratio is None:
+        """Whether the median ratio keeps to the target; None without one, without a measurement, or beside a better."""
+        if self.comparison.target is None or self.ratio is None or not self.is_best:
             return None
         return self.ratio.median <= self.comparison.target
 
@@ -95,9 +110,11 @@ class Row:
             "mode": self.match.mode,
             "quantity": self.comparison.quantity,
             "unit": "MiB" if self.comparison.quantity == "memory" else "ms",
-            "ours": {"name": self.comparison.ours, "value": self.ours},
+            "way": self.way,
+            "ours": {"name": self.ours, "value": self.value},
             "baseline": {"name": self.comparison.baseline, "value": self.baseline},
             "ratio": None if self.ratio is None else asdict(self.ratio),
+            "best": self.is_best,
             "target": self.comparison.target,
             "met": self.met if judge else None,
             "error": self.error,
@@ -123,7 +140,7 @@ def play(match: Match, device: str, plan: Plan) -> Played:
             steps[entrant.name] = TrainingStep(match.task, entrant, device, graph=match.graph)
         except Exception as error:
             errors[entrant.name] = describe_error(error)
-    played.timings = measure(steps, device, plan)
+    played.timings = measure(steps, device, replace(plan, period=match.period))
     for name in list(played.timings.milliseconds):
         if not steps[name]().isfinite():
             errors[name] = "the loss is not finite: what was timed is no training"

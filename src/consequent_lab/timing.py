@@ -47,6 +47,7 @@ class Plan:
     seconds: float  # no new round begins after that, once there are FEWEST_ROUNDS
     sample_seconds: float = 0.02  # the least that a sample takes
     warm_up: int = 4  # steps before anything is timed
+    period: int = 1  # samples are of whole multiples of so many steps
 
 
 @dataclass
@@ -87,7 +88,8 @@ def measure(steps: Mapping[str, Callable[[], object]], device: str, plan: Plan) 
             continue
         last = sample(name, 1)
         fastest = fastest if last is None else min(fastest, last)
-    timings.steps_per_sample = count = max(1, math.ceil(plan.sample_seconds / fastest)) if live else 0
+    periods = max(1, math.ceil(plan.sample_seconds / fastest / plan.period)) if live else 0
+    timings.steps_per_sample = count = periods * plan.period
     samples: dict[str, list[float]] = {name: [] for name in live}
     end = math.inf
     for turn in range(UNCOUNTED_ROUNDS + plan.rounds):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from consequent import Consequentialism
 from consequent_lab.graphs import GraphedStep
 
 Correct = Callable[[Optimizer, nn.Module], Consequentialism]
+MakeOptimizer = Callable[[nn.Module, bool], Optimizer]  # the second argument: capturable in a CUDA graph
 
 LEARNING_RATE = 1e-4  # so small that even thousands of steps on one batch stay finite
 
@@ -50,8 +52,9 @@ class Entrant:
 
     name: str
     model: Callable[[], nn.Module]
-    optimizer: Callable[[nn.Module, bool], Optimizer]  # the second argument: capturable in a CUDA graph
+    optimizer: MakeOptimizer
     correct: Correct | None = None
+    way: str = ""  # in which it is corrected: "step", "backward", or now and then, "refresh"
 
 
 class TrainingStep:
@@ -107,20 +110,6 @@ def adamw(model: nn.Module, capturable: bool) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, capturable=capturable)
 
 
-def damped(damping: float) -> Correct:
-    """Returns the correction of all layers with this λ."""
-    return lambda optimizer, model: consequent.attach(optimizer, model, damping=damping)
-
-
-def damped_language_model(damping: float, tokens: int) -> Correct:
-    """Returns the correction of a language model whose loss is a mean over this many tokens per sequence.
-
-    The head stays plain: it shares its weight with the embedding, whose gradient no matrix product explains.
-    """
-
-    def correct(optimizer: Optimizer, model: nn.Module) -> Consequentialism:
-        return consequent.attach(
-            optimizer, model, damping=damping, loss_reduction=lambda sequences: sequences * tokens, exclude="head"
-        )
-
-    return correct
+def corrected(**options: Any) -> Correct:
+    """Returns the correction of all layers, with the default damping unless the options say otherwise."""
+    return lambda optimizer, model: consequent.attach(optimizer, model, **options)

@@ -6,20 +6,21 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import consequent
-from consequent_lab import cli, images, operations, precision, scaling, speed, targets, timing
+from consequent_lab import bench_tables, cli, first_step, images, operations, precision, scaling, speed, targets, timing
 from consequent_lab.bench import Bench
 from consequent_lab.datasets import Dataset
 from consequent_lab.graphs import GraphedStep
 from consequent_lab.models import mlp, residual_net
 from consequent_lab.rounding import to_bfloat16, to_tf32
 from consequent_lab.timing import Plan, Quartiles
-from consequent_lab.workloads import Entrant, Task, TrainingStep, adamw, damped, nesterov, sgd
+from consequent_lab.workloads import Entrant, Task, TrainingStep, adamw, corrected, nesterov, sgd
 
 pytestmark = pytest.mark.slow
 
@@ -49,8 +50,15 @@ def test_quick_bench_runs_and_records_everything(tmp_path):
     assert record["versions"]["torch"] == torch.__version__
     assert {"python", "consequent", "torch", "triton", "cuda"} == set(record["versions"])
     assert "bench --quick" in record["command"]
-    assert [row["name"] for row in record["rows"]] == ["mlp", "resnet20"]
-    assert [row["target"] for row in record["rows"]] == [1.25, 2.0]
+    assert [(row["name"], row["way"]) for row in record["rows"]] == [
+        *(("mlp", "step"), ("mlp", "backward"), ("resnet20", "step"), ("resnet20", "backward"))
+    ]
+    assert [row["target"] for row in record["rows"]] == [1.2, 1.2, 1.6, 1.6]
+    assert record["first_steps"] == [], "on a CPU nothing is compiled"
+    for name in ("mlp", "resnet20"):
+        one, other = (row for row in record["rows"] if row["name"] == name)
+        assert one["best"] != other["best"]
+        assert one["best"] == (one["ratio"]["median"] <= other["ratio"]["median"])
     for row in record["rows"]:
         assert (row["mode"], row["quantity"], row["unit"], row["error"]) == ("eager", "time", "ms", None)
         assert row["met"] is None, "a quick bench judges nothing"
@@ -62,7 +70,8 @@ def test_quick_bench_runs_and_records_everything(tmp_path):
     for measurement in record["measurements"]:
         assert measurement["rounds"] == 5
         assert measurement["steps_per_sample"] >= 1
-        assert [entrant["name"] for entrant in measurement["entrants"]] == ["SGD", "C-SGD"]
+        names = [entrant["name"] for entrant in measurement["entrants"]]
+        assert names == ["SGD", "C-SGD", "C-SGD, at backward"]
         for entrant in measurement["entrants"]:
             assert entrant["milliseconds"]["median"] > 0
             assert entrant["error"] is None
@@ -73,20 +82,39 @@ def test_quick_bench_runs_and_records_everything(tmp_path):
 def test_targets_are_those_that_were_set():
     def row(device, name, ours, baseline, quantity="time"):
         match = next(match for match in targets.matches(device) if match.name == name)
-        assert {ours, baseline} <= {entrant.name for entrant in match.entrants}
-        wanted = (ours, baseline, quantity)
-        return next(c.target for c in match.comparisons if (c.ours, c.baseline, c.quantity) == wanted)
+        assert match.graph == name.endswith("-graph")
+        wanted = (baseline, quantity)
+        comparison = next(c for c in match.comparisons if (c.baseline, c.quantity) == wanted and ours in c.ours)
+        assert {*comparison.ours, baseline} <= {entrant.name for entrant in match.entrants}
+        return comparison.target
 
-    assert row("cuda", "resnet20-graph", "C-Nesterov", "Nesterov + BN") == 1.0
-    assert row("cuda", "resnet20-graph", "C-Nesterov", "Nesterov") == 1.25
-    assert row("cuda", "resnet20", "C-Nesterov", "Nesterov + BN") == 1.2
+    eager = {"mlp": 1.3, "mlp-128": 1.5, "mlp-512": 1.7, "mlp-2048": 2}
+    eager |= {"mlp-256-wide": 1.5, "mlp-256-wide-16384": 1.5, "mlp-1024-wide": 2}
+    graph = dict(zip(eager, (1.1, 1.25, 1.6, 2, 1.3, 1.5, 2), strict=True))
+    for ours in ("C-SGD", "C-SGD, at backward"):
+        assert {name: row("cuda", name, ours, "SGD") for name in eager} == eager
+        assert {name: row("cuda", f"{name}-graph", ours, "SGD") for name in graph} == graph
+        assert (row("cpu", "mlp", ours, "SGD"), row("cpu", "resnet20", ours, "SGD")) == (1.2, 1.6)
+    for ours in ("C-Nesterov", "C-Nesterov, at backward"):
+        assert row("cuda", "resnet20", ours, "Nesterov + BN") == 1.15
+        assert row("cuda", "resnet20", ours, "Nesterov") is None
+        assert row("cuda", "resnet20-graph", ours, "Nesterov + BN") == 1.0
+        assert row("cuda", "resnet20-graph", ours, "Nesterov") == 1.12
+        assert row("cuda", "resnet50", ours, "Nesterov") == row("cuda", "resnet50-graph", ours, "Nesterov") == 1.5
+    for ours in ("C-AdamW", "C-AdamW, at backward"):
+        assert (row("cuda", "gpt2", ours, "AdamW"), row("cuda", "gpt2-graph", ours, "AdamW")) == (1.4, 1.3)
     assert row("cuda", "resnet20", "C-Nesterov", "Nesterov", "memory") == 1.2
-    assert row("cuda", "mlp-graph", "C-SGD", "SGD") == 1.15
-    assert row("cuda", "mlp", "C-SGD", "SGD") is None
-    assert row("cuda", "resnet50", "C-Nesterov", "Nesterov") == 1.5
-    assert row("cuda", "gpt2", "C-AdamW", "AdamW") == 1.5
-    assert row("cpu", "mlp", "C-SGD", "SGD") == 1.25
-    assert row("cpu", "resnet20", "C-SGD", "SGD") == 2.0
+    assert row("cuda", "resnet20", "C-Nesterov, refresh 10", "Nesterov") == 1.25
+    assert row("cuda", "resnet50", "C-Nesterov, refresh 10", "Nesterov") == 1.15
+    assert row("cuda", "gpt2", "C-AdamW, refresh 10", "AdamW") == 1.15
+    assert targets.FIRST_STEP == {"cold": 10, "warm": 2}
+
+
+def test_only_eager_matches_refresh_now_and_then_and_sample_whole_periods():
+    for match in targets.matches("cuda"):
+        refreshes = any(entrant.way == "refresh" for entrant in match.entrants)
+        assert match.period == (targets.PERIOD if refreshes else 1)
+        assert not (match.graph and refreshes), "CUDA graphs refuse it"
 
 
 @pytest.mark.parametrize("match", targets.matches("cuda", targets.QUICK), ids=lambda match: match.name)
@@ -106,8 +134,9 @@ def test_an_entrant_that_fails_is_reported_and_the_rest_goes_on(tmp_path, monkey
         raise MemoryError("no room for this model\nand more")
 
     model = lambda: mlp(8, [4], 10)  # noqa: E731
-    entrants = Entrant("SGD", model, sgd), Entrant("C-SGD", model, sgd, damped(0.1)), Entrant("broken", broken, sgd)
-    comparisons = targets.Comparison("C-SGD", "SGD", 1e9), targets.Comparison("broken", "SGD", 1.0)
+    ours = Entrant("C-SGD", model, sgd, corrected(damping=0.1))
+    entrants = Entrant("SGD", model, sgd), ours, Entrant("broken", broken, sgd)
+    comparisons = targets.Comparison(("C-SGD",), "SGD", 1e9), targets.Comparison(("broken",), "SGD", 1.0)
     task = Task("tiny", (4, 8))
     table = (
         targets.Match("graph", task, entrants[:2], comparisons[:1], graph=True),
@@ -139,20 +168,81 @@ def test_a_loss_that_is_not_finite_is_no_measurement():
         "diverging",
         Task("tiny", (4, 8)),
         (Entrant("SGD", lambda: Diverging(8, 10), sgd), Entrant("other", lambda: nn.Linear(8, 10), sgd)),
-        (targets.Comparison("SGD", "other", 1.0),),
+        (targets.Comparison(("SGD",), "other", 1.0),),
     )
     (row,) = speed.play(match, "cpu", FAST).rows()
     assert "loss is not finite" in row.error
     assert row.met is None
 
 
+def rows_of(target, **times):
+    match = targets.Match("m", Task("t", (1, 1)), (), (targets.Comparison(tuple(times)[1:], "plain", target),))
+    return speed.Played(match, "cpu", timing.Timings(times)).rows()
+
+
 def test_a_ratio_above_its_target_is_missed():
-    match = targets.Match("m", Task("t", (1, 1)), (), (targets.Comparison("a", "b", 1.5),))
-    timings = timing.Timings({"a": [2.0, 4.0, 6.0], "b": [1.0, 2.0, 2.0]})
-    (row,) = speed.Played(match, "cpu", timings).rows()
-    assert (row.ours, row.baseline, row.ratio.median) == (4.0, 2.0, 2.0)
+    (row,) = rows_of(1.5, plain=[1.0, 2.0, 2.0], ours=[2.0, 4.0, 6.0])
+    assert (row.value, row.baseline, row.ratio.median) == (4.0, 2.0, 2.0)
     assert row.met is False
     assert row.record(judge=True)["met"] is False
+
+
+def test_the_better_one_of_ours_is_held_against_the_target():
+    worse, better = rows_of(1.5, plain=[1.0] * 3, step=[2.0] * 3, backward=[1.4] * 3)
+    assert (worse.is_best, worse.met) == (False, None)
+    assert (better.is_best, better.met) == (True, True)
+
+
+def test_one_of_ours_that_failed_leaves_the_other():
+    match = targets.Match("m", Task("t", (1, 1)), (), (targets.Comparison(("a", "b"), "plain", 1.5),))
+    timings = timing.Timings({"plain": [1.0], "b": [1.2]}, errors={"a": "RuntimeError: no"})
+    failed, good = speed.Played(match, "cpu", timings).rows()
+    assert failed.error == "a: RuntimeError: no"
+    assert failed.met is None
+    assert good.met is True
+
+
+@pytest.mark.parametrize("cache", ["cold", "warm"])
+def test_first_steps_are_those_of_new_processes(cache, monkeypatch):
+    steps = first_step.time_first_steps("first-step-resnet20", "cpu", quick=True)
+    assert [step.cache for step in steps] == ["cold", "warm"]
+    (step,) = (step for step in steps if step.cache == cache)
+    assert (step.ours, step.error) == ("C-Nesterov", None)
+    assert 0 < step.seconds < 30
+    assert step.record(judge=True)["met"] == (step.seconds <= {"cold": 10, "warm": 2}[cache])
+
+
+def test_a_first_step_that_fails_is_said_so():
+    step = first_step.time_first_steps("first-step-mlp", "no such device", quick=True)[0]
+    assert step.seconds is step.met is None
+    assert step.error.startswith("RuntimeError")
+
+
+def test_tables_are_printed_from_their_numbers(capsys):
+    results = ("bench-h200.json", "bench-cpu.json", "scaling-h200.json")
+    folder = Path(__file__).parents[2] / "results"
+    assert cli.main(["bench", "--tables", *(str(folder / name) for name in results)]) == 0
+    printed = capsys.readouterr().out
+    assert "| ResNet-20, batch 128, H200, CUDA graph | Nesterov + BN " in printed
+    assert "| what grows | up to |" in printed
+
+
+def test_a_table_has_a_column_for_every_way():
+    def row(way, median, *, best):
+        ratio = dict.fromkeys(("low", "lower_quartile", "median", "upper_quartile", "high"), median)
+        return {"task": "MLP", "mode": "eager", "quantity": "time", "unit": "ms", "way": way, "ratio": ratio} | {
+            "baseline": {"name": "SGD", "value": 2.0},
+            "best": best,
+            "target": 1.15 if way == "refresh" else 1.3,
+        }
+
+    rows = [row("step", 1.5, best=False), row("backward", 1.25, best=True), row("refresh", 1.1, best=True)]
+    device = {"type": "cuda", "name": "NVIDIA H200"}
+    steps = [{"task": "MLP", "cache": "cold", "seconds": 7.0, "target": 10}]
+    record = {"rows": rows, "device": device, "first_steps": steps}
+    cells = "1.50 (1.50–1.50) | **1.25** (1.25–1.25) | **1.10** (1.10–1.10)"
+    assert bench_tables.cost_table([record])[2:] == [f"| MLP, H200, eager | SGD 2 ms | {cells} | 1.3, refresh 1.15 |"]
+    assert bench_tables.first_step_table(record)[2:] == ["| MLP, H200 | cold | 7 | 10 |"]
 
 
 # ---- timing -----------------------------------------------------------------------------------------------------
@@ -189,6 +279,14 @@ def test_a_contestant_that_breaks_down_later_drops_out():
     assert timings.errors == {"breaks": "RuntimeError: worn out"}
     assert list(timings.milliseconds) == ["lasts"]
     assert len(timings.milliseconds["lasts"]) == 5
+
+
+def test_samples_are_of_whole_periods():
+    calls = []
+    plan = Plan(rounds=5, seconds=5, sample_seconds=0.013, warm_up=1, period=10)
+    timings = timing.measure({"a": lambda: calls.append(time.sleep(0.001))}, "cpu", plan)
+    assert timings.steps_per_sample in (10, 20)
+    assert len(calls) == 1 + 7 * timings.steps_per_sample
 
 
 def test_time_runs_out_after_a_few_rounds():
@@ -295,14 +393,16 @@ def test_peak_memory_counts_model_and_activations():
 # ---- scaling ----------------------------------------------------------------------------------------------------
 
 
-def test_exponents_are_found_in_the_upper_half():
+def test_exponents_are_found_where_the_time_grows():
     sizes = [2**k for k in range(9)]
-    values = [100 + 3 * size**2.5 for size in sizes]
     assert scaling.fit_exponent(sizes, [3 * size**2.5 for size in sizes]) == pytest.approx(2.5)
-    assert 2.2 < scaling.fit_exponent(sizes, values) < 2.5
-    assert scaling.fit_exponent(sizes, values) > scaling.fit_exponent(sizes[:5], values[:5])
-    assert scaling.fit_exponent([1, 2, 4, 8], [1.0, 1.0, -1.0, 0.5]) != scaling.fit_exponent([1, 2], [1.0, 1.0])
-    assert math.isnan(scaling.fit_exponent([1, 2, 4, 8], [1.0, 1.0, -1.0, 0.5])), "one point has no slope"
+    values = [1000 + 3 * size**2.5 for size in sizes]
+    assert sizes[scaling.growing(sizes, values)] == sizes[2:]
+    assert 1.7 < scaling.fit_exponent(sizes, values) < 2.5
+    assert math.isnan(scaling.fit_exponent(sizes, [10 + 0.001 * size for size in sizes])), "flat"
+    assert math.isnan(scaling.fit_exponent(sizes, [10.0] * 8 + [30.0])), "one step is no power"
+    assert math.isnan(scaling.fit_exponent([1, 2, 4, 8], [1.0, 1.0, -1.0, 0.5]))
+    assert math.isnan(scaling.fit_exponent([], []))
 
 
 def counted(task, model):
@@ -331,7 +431,7 @@ def test_operations_are_counted_from_shapes():
 def test_predicted_exponents_at_the_largest_sizes(name, expected):
     sweep = next(sweep for sweep in scaling.sweeps("cuda") if sweep.name == name)
     counts = [counted(*sweep.setup(size)) for size in sweep.sizes[-3:]]
-    assert scaling.fit_exponent(sweep.sizes[-3:], counts) == pytest.approx(expected, abs=0.25)
+    assert scaling.slope(sweep.sizes[-3:], counts) == pytest.approx(expected, abs=0.25)
     assert sweep.prediction.startswith(str(expected if name != "conv-channels" else 3))
 
 
@@ -357,10 +457,11 @@ def test_quick_scaling_draws_and_records(tmp_path):
     assert (tmp_path / "out" / "numbers.png").read_bytes().startswith(b"\x89PNG")
     assert [curve["name"] for curve in record["curves"]] == ["mlp-width", "conv-depth"]
     for curve in record["curves"]:
-        assert set(curve["exponents"]) == {"plain", "ours", "correction"}
+        assert set(curve["exponents"]) == {"plain", "ours", "backward", "correction"}
         assert len(curve["points"]) >= 2
         for point in curve["points"]:
             assert point["ours"]["median"] > 0
+            assert point["backward"]["median"] > 0
             assert point["operations"] > 0
         assert curve["prediction"]
     assert "Picture: " in run.stdout

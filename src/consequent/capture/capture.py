@@ -16,6 +16,7 @@ from consequent.capture.torch_internals import backward_pass_id, running_node
 from consequent.capture.uncompiled import mark_uncompiled_functions
 from consequent.capture.use import Use
 from consequent.capture.watched import unwatch, watch
+from consequent.engines.gpu.compiled_ahead import compile_ahead
 from consequent.engines.gpu.streams import event_in_graph
 from consequent.layers import Operation
 from consequent.ranks.sharded_tensors import is_sharded
@@ -169,6 +170,8 @@ class Capture:
             parameters = LayerParameters.of(layer, self)
             if parameters.may_be_kept:
                 self._parameters[layer] = parameters
+                if parameters.weight is not None:
+                    compile_ahead(operation, inputs, dtype, has_bias=has_bias and parameters.bias is not None)
         if parameters.weight is None and (parameters.bias is None or not has_bias):
             return None
         backward_pass, recomputed = backward_pass_id(), None

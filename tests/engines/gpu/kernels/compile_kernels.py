@@ -26,22 +26,31 @@ def compile_instead(capability):
     """Takes the place of `launch`: the kernel is compiled for these arguments, and nothing runs."""
 
     def compiled(kernel, grid, arguments, constants=(), **options):
-        types = [kernel.params[place].annotation_type or kind_of(one) for place, one in enumerate(arguments)]
-        known = {(len(arguments) + place,): value for place, value in enumerate(constants)}
-        attributes = {}
-        for place, argument in enumerate(arguments):  # as Triton itself makes use of ones and of multiples of 16
-            if not kernel.params[place].do_not_specialize:
-                if isinstance(argument, int) and argument == 1:
-                    types[place], known[place,] = "constexpr", 1
-                elif (argument.data_ptr() if isinstance(argument, Tensor) else argument) % 16 == 0:
-                    attributes[place,] = [["tt.divisibility", 16]]
-        signature = dict(zip(kernel.arg_names, types + ["constexpr"] * len(constants), strict=True))
-        source = ASTSource(kernel, signature, known, attributes)
+        source = source_of(kernel, arguments, constants)
         binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert "cubin" in binary.asm
         print(f"sm_{capability} {kernel.fn.__name__}", flush=True)
 
     return compiled
+
+
+def source_of(kernel, arguments, constants):
+    """What Triton compiles for these arguments: it makes use of ones, and of multiples of 16."""
+    types = [kernel.params[place].annotation_type or kind_of(one) for place, one in enumerate(arguments)]
+    known = {(len(arguments) + place,): value for place, value in enumerate(constants)}
+    attributes = {}
+    for place, argument in enumerate(arguments):
+        parameter = kernel.params[place]
+        if isinstance(argument, float) or parameter.do_not_specialize:
+            continue
+        if isinstance(argument, int) and argument == 1:
+            types[place], known[place,] = "constexpr", 1
+        elif parameter.do_not_specialize_on_alignment:
+            continue
+        elif (argument.data_ptr() if isinstance(argument, Tensor) else argument) % 16 == 0:
+            attributes[place,] = [["tt.divisibility", 16]]
+    signature = dict(zip(kernel.arg_names, types + ["constexpr"] * len(constants), strict=True))
+    return ASTSource(kernel, signature, known, attributes)
 
 
 def kind_of(argument):

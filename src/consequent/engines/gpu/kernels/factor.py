@@ -90,7 +90,7 @@ def plan_team(moment: Tensor) -> Team:
     where nothing keeps a team together: five of them that trained under MPS hung, and did not with one program each.
     """
     tiles = -(-moment.shape[-1] // _TILE)
-    if tiles == 1 or moment.device.type != "cuda" or is_shared(moment.get_device()):
+    if moment.device.type != "cuda" or is_shared(moment.get_device()):
         return Team(1)
     workers = -(-tiles // 2)  # with as many as tiles it is a fifth faster, and more in the way of everything else
     return Team(min(1 + workers, torch.cuda.get_device_properties(moment.device).multi_processor_count))
@@ -136,9 +136,9 @@ def factor_by(
             (count * team.members,),
             (
                 *(moment, diagonal, inverse, status, scratch, arrivals, *steps, size, tiles, team.members),
-                damping,
+                *(damping, int(of_trace)),
             ),
-            (of_trace, _TILE, team.chunk, team.members == 1, LARGEST, floor, LOST),
+            (_TILE, team.chunk, team.members == 1, LARGEST, floor, LOST),
             num_warps=team.warps,
             num_stages=1,
         )
@@ -154,7 +154,7 @@ def _check_moment(moment: Tensor) -> None:
         raise ValueError(f"a moment of {moment.shape[-1]} features is too large, the limit is {LARGEST}")
 
 
-@triton.jit(do_not_specialize=["diagonal_step", "feature_step", "size", "tiles", "team"])
+@triton.jit(do_not_specialize=["diagonals", "diagonal_step", "feature_step", "size", "tiles", "team", "is_relative"])
 def _factorise(
     moments,
     diagonals,
@@ -168,7 +168,7 @@ def _factorise(
     tiles,
     team,
     damping,
-    RELATIVE: tl.constexpr,
+    is_relative,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     ALONE: tl.constexpr,
@@ -201,7 +201,7 @@ def _factorise(
     diagonal = tl.load(moment + every * (size + 1), mask=every < size, other=0.0)
     trace = tl.sum(diagonal, 0)
     level = trace * 0.0 + damping
-    if RELATIVE:
+    if is_relative != 0:
         level = tl.where(trace > 0, damping * trace, 1.0)
     failures = 0
     raised = 0

@@ -29,6 +29,7 @@ from consequent.engines.gpu.kernels.table import (
     high_float,
     high_int,
     int_pair,
+    is_finite,
     low_float,
     low_int,
     shortening,
@@ -246,8 +247,13 @@ def _steps(grad: Tensor) -> tuple[int, int, int]:
 
 
 @triton.jit
-def _is_finite(values):
-    return tl.abs(values) < float("inf")
+def _layer_at(entry):
+    """A layer's outputs, features, these with the bias, the bias's address or 0, taps, and steps to tap and channel."""
+    shape, strides, bias_address = tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 1)
+    features = high_int(shape)
+    size = features + (bias_address != 0).to(tl.int32)
+    channel_stride = low_int(tl.load(entry + 7))
+    return low_int(shape), features, size, bias_address, low_int(strides), high_int(strides), channel_stride
 
 
 @triton.jit
@@ -269,11 +275,7 @@ def _first_product(
     """Some tiles of ``Y = G Wᵀ``: ``Y[o, i] = Σ_{j ≤ i} G[o, j] W[i, j]``."""
     layer, program = tl.program_id(0), tl.program_id(1)
     entry = table + layer * _FIELDS
-    shape, strides = tl.load(entry + 5), tl.load(entry + 6)
-    outputs, features = low_int(shape), high_int(shape)
-    taps, tap_stride, channel_stride = low_int(strides), high_int(strides), low_int(tl.load(entry + 7))
-    bias_address = tl.load(entry + 1)
-    size = features + (bias_address != 0).to(tl.int32)
+    outputs, features, size, bias_address, taps, tap_stride, channel_stride = _layer_at(entry)
     tiles_down = tl.cdiv(outputs, BLOCK_O)
     tiles_across = tl.cdiv(size, BLOCK_F)
     gradient, bias_grad = floats_at(tl.load(entry)), floats_at(bias_address)
@@ -307,8 +309,8 @@ def _first_product(
 
         place = row + _places(i, taps, tap_stride, channel_stride)[None, :]
         own = tl.load(place, (o < outputs)[:, None] & (i < features)[None, :], other=0.0)
-        finite = _is_finite(own) & _is_finite(Y)  # a bias that is not has left its mark on Y, by 0 · inf = NaN
-        if (tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0) | (_is_finite(tl.load(status)) == 0):
+        finite = is_finite(own) & is_finite(Y)  # a bias that is not has left its mark on Y, by 0 · inf = NaN
+        if (tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0) | (is_finite(tl.load(status)) == 0):
             tl.store(bad, 1)
     tl.store(scratch + entries + layer * _PARTS + program, energy)
 
@@ -318,11 +320,7 @@ def _gather(table, scratch, bad, BLOCK_O: tl.constexpr, BLOCK_F: tl.constexpr):
     """Some tiles of G, the bias its last column, put where a product can be made of them."""
     layer, program = tl.program_id(0), tl.program_id(1)
     entry = table + layer * _FIELDS
-    shape, strides = tl.load(entry + 5), tl.load(entry + 6)
-    outputs, features = low_int(shape), high_int(shape)
-    taps, tap_stride, channel_stride = low_int(strides), high_int(strides), low_int(tl.load(entry + 7))
-    bias_address = tl.load(entry + 1)
-    size = features + (bias_address != 0).to(tl.int32)
+    outputs, features, size, bias_address, taps, tap_stride, channel_stride = _layer_at(entry)
     tiles_down = tl.cdiv(outputs, BLOCK_O)
     gradient, bias_grad = floats_at(tl.load(entry)), floats_at(bias_address)
     gathered = scratch + tl.load(entry + 4)
@@ -335,8 +333,8 @@ def _gather(table, scratch, bad, BLOCK_O: tl.constexpr, BLOCK_F: tl.constexpr):
         G = tl.where((j == features)[None, :], bias[:, None], G)
         mask = (o < outputs)[:, None] & (j < size)[None, :]
         tl.store(gathered + o[:, None].to(tl.int64) * size + j[None, :], G, mask)
-        finite = _is_finite(G) | (mask == 0)
-        if (tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0) | (_is_finite(tl.load(floats_at(tl.load(entry + 3)))) == 0):
+        finite = is_finite(G) | (mask == 0)
+        if (tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0) | (is_finite(tl.load(floats_at(tl.load(entry + 3)))) == 0):
             tl.store(bad, 1)
 
 
@@ -362,11 +360,7 @@ def _second_product(
     """
     layer, program = tl.program_id(0), tl.program_id(1)
     entry = table + layer * _FIELDS
-    shape, strides = tl.load(entry + 5), tl.load(entry + 6)
-    outputs, features = low_int(shape), high_int(shape)
-    taps, tap_stride, channel_stride = low_int(strides), high_int(strides), low_int(tl.load(entry + 7))
-    bias_address = tl.load(entry + 1)
-    size = features + (bias_address != 0).to(tl.int32)
+    outputs, features, size, bias_address, taps, tap_stride, channel_stride = _layer_at(entry)
     tiles_down = tl.cdiv(outputs, BLOCK_O)
     tiles_across = tl.cdiv(size, BLOCK_F)
     gradient, bias_grad = floats_at(tl.load(entry)), floats_at(bias_address)

@@ -160,20 +160,22 @@ def _turn(inputs: list[Tensor], cut: Cut, ones: bool) -> tuple[Tensor, Tensor]:
     area = height * width * channels
     turned = torch.empty(len(inputs) * area * cut.images, dtype=first.dtype, device=first.device)
     sums = torch.empty(len(inputs) * area if ones else 1, dtype=torch.float32, device=first.device)
+    channels_first = strides[1] > strides[3]
+    images_at_once = min(128, triton.next_power_of_2(cut.images))
     for start in range(0, len(inputs), AT_ONCE):
         some = inputs[start : start + AT_ONCE]
         missing = [first] * (AT_ONCE - len(some))
         launch(
             _turn_around,
             (-(-area // PLACES), len(some)),
-            (*some, *missing, turned, sums, *strides, images, cut.images, height, width, start),
-            (len(some), channels, strides[1] > strides[3], ones, PLACES, min(128, triton.next_power_of_2(cut.images))),
+            (*some, *missing, turned, sums, *strides, images, cut.images, height, width, channels, start),
+            (channels_first, channels_first and height % 16 == width % 16 == 0, ones, PLACES, images_at_once),
             num_warps=4,
         )
     return turned, sums
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit(do_not_specialize=["images", "height", "width", "start"])
 def _turn_around(
     x0,
     x1,
@@ -193,30 +195,33 @@ def _turn_around(
     padded_images,
     height,
     width,
+    channels,
     start,
-    COUNT: tl.constexpr,
-    CHANNELS: tl.constexpr,
     CHANNELS_FIRST: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ONES: tl.constexpr,
     PLACES: tl.constexpr,
     IMAGES: tl.constexpr,
 ):
     """Some places (pixel and channel, in the order of the memory) of all images of one layer."""
     number = tl.program_id(1)
-    inputs = _one_of(x0, x1, x2, x3, x4, x5, x6, x7, number, COUNT)
+    inputs = _one_of(x0, x1, x2, x3, x4, x5, x6, x7, number)
     layer = (start + number).to(tl.int64)
+    if ALIGNED:  # the compiler then knows that neighbours are in one row
+        height = height // 16 * 16
+        width = width // 16 * 16
     area = height * width
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     if CHANNELS_FIRST:
         channel = place // area
         pixel = place % area
     else:
-        pixel = place // CHANNELS
-        channel = place % CHANNELS
-    real = place < area * CHANNELS
+        pixel = place // channels
+        channel = place % channels
+    real = place < area * channels
     # An image may be far from the first one, but is not itself too large for 32 bits.
     within = (pixel // width) * row_stride + (pixel % width) * column_stride + channel * channel_stride
-    row = layer * (area * CHANNELS) + pixel * CHANNELS + channel
+    row = layer * (area * channels) + pixel * channels + channel
     total = tl.zeros((PLACES,), tl.float32)
     for first in range(0, padded_images, IMAGES):
         image = first + tl.arange(0, IMAGES)
@@ -232,24 +237,11 @@ def _turn_around(
 
 
 @triton.jit
-def _one_of(x0, x1, x2, x3, x4, x5, x6, x7, number, COUNT: tl.constexpr):
+def _one_of(x0, x1, x2, x3, x4, x5, x6, x7, number):
     """The pointer with this number; Triton has no lists of them."""
-    chosen = x0
-    if COUNT > 1:
-        chosen = tl.where(number == 1, x1, chosen)
-    if COUNT > 2:
-        chosen = tl.where(number == 2, x2, chosen)
-    if COUNT > 3:
-        chosen = tl.where(number == 3, x3, chosen)
-    if COUNT > 4:
-        chosen = tl.where(number == 4, x4, chosen)
-    if COUNT > 5:
-        chosen = tl.where(number == 5, x5, chosen)
-    if COUNT > 6:
-        chosen = tl.where(number == 6, x6, chosen)
-    if COUNT > 7:
-        chosen = tl.where(number == 7, x7, chosen)
-    return chosen
+    low = tl.where(number == 0, x0, tl.where(number == 1, x1, tl.where(number == 2, x2, x3)))
+    high = tl.where(number == 4, x4, tl.where(number == 5, x5, tl.where(number == 6, x6, x7)))
+    return tl.where(number < 4, low, high)
 
 
 @triton.jit
@@ -272,8 +264,8 @@ def _multiply(turned: Tensor, layers: int, cut: Cut) -> Tensor:
     launch(
         kernel,
         (cut.jobs * layers * tiles,),
-        (turned, products, cut.images, height, width, layers, cut.share, *cut.splits),
-        (channels, plan.group, plan.channels, plan.slots, cut.depth),
+        (turned, products, cut.images, height, width, channels, layers, cut.share, *cut.splits),
+        (plan.group, plan.channels, plan.slots, cut.depth),
         num_warps=plan.warps,
         num_stages=plan.stages,
     )
@@ -325,85 +317,97 @@ def extent(region, size):
     return start, tl.where(region == 0, 1, inner)
 
 
-@triton.jit(do_not_specialize=["layers", "share", "middle", "along_row", "along_column"])
+@triton.jit
+def _job_of(program, tiles, layers, share, middle, along_row, along_column, height, groups_across):
+    """What a program is to do: its tile, layer and job, and of which rows and groups it takes which ones.
+
+    Neighbouring programs read the same pixels; the longest jobs come first.
+    """
+    tile = program % tiles
+    layer = (program // tiles) % layers
+    job = program // tiles // layers
+    rows_region, groups_region, split = region_of(job, middle, along_row, along_column)
+    first_row, rows = extent(rows_region, height)
+    first_group, groups = extent(groups_region, groups_across)
+    start = split * share
+    return tile, layer, job, first_row, first_group, groups, start, tl.minimum(start + share, rows * groups)
+
+
+_ALIKE = ["height", "width", "channels", "layers", "share", "middle", "along_row", "along_column"]  # one kernel for all
+
+
+@triton.jit(do_not_specialize=_ALIKE)
 def _multiply_groups(
     turned,
     products,
     images,
     height,
     width,
+    channels,
     layers,
     share,
     middle,
     along_row,
     along_column,
-    CHANNELS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One tile of one job of one layer. Neighbouring programs read the same pixels; the longest jobs come first."""
-    BLOCKS: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
+    """One tile of one job of one layer."""
     STRIPS: tl.constexpr = (3 * GROUP + 9 + SLOTS) // SLOTS
-    TILES: tl.constexpr = BLOCKS * BLOCKS * STRIPS
     M: tl.constexpr = GROUP * BLOCK
     T: tl.constexpr = SLOTS * BLOCK
-    program = tl.program_id(0)
-    tile = program % TILES
-    layer = (program // TILES) % layers
-    job = program // TILES // layers
-    rows_region, groups_region, split = region_of(job, middle, along_row, along_column)
-    first_row, rows = extent(rows_region, height)
-    first_group, groups = extent(groups_region, (width + GROUP - 1) // GROUP)
+    blocks = tl.cdiv(channels, BLOCK)
+    tiles = blocks * blocks * STRIPS
+    tile, layer, job, first_row, first_group, groups, start, stop = _job_of(
+        tl.program_id(0), tiles, layers, share, middle, along_row, along_column, height, tl.cdiv(width, GROUP)
+    )
 
     row = tl.arange(0, M)
     across = row // BLOCK
-    channel = (tile // (STRIPS * BLOCKS)) * BLOCK + row % BLOCK
-    here_rows = (across * CHANNELS + channel) * images
+    channel = (tile // (STRIPS * blocks)) * BLOCK + row % BLOCK
     row = tl.arange(0, T)
     other_below, other_across = slot_place((tile % STRIPS) * SLOTS + row // BLOCK, GROUP, SLOTS)
-    other_channel = (tile // STRIPS % BLOCKS) * BLOCK + row % BLOCK
-    other_rows = ((other_below * width + other_across) * CHANNELS + other_channel) * images
-    other_below = tl.where((other_channel < CHANNELS) & (other_below < 3), other_below, height)
+    other_channel = (tile // STRIPS % blocks) * BLOCK + row % BLOCK
+    other_rows = (other_below * width + other_across) * channels + other_channel
+    other_below = tl.where((other_channel < channels) & (other_below < 3), other_below, height)
     image = tl.arange(0, DEPTH)
-    here_places = here_rows[:, None] + image[None, :]
-    other_places = other_rows[:, None] + image[None, :]
+    here_places = ((across * channels + channel) * images)[:, None] + image[None, :]
+    other_places = (other_rows * images)[:, None] + image[None, :]
 
-    layer_start = turned + layer.to(tl.int64) * (height * width * CHANNELS) * images
-    start = split * share
-    stop = tl.minimum(start + share, rows * groups)
+    layer_start = turned + layer.to(tl.int64) * (height * width * channels) * images
     depths = images // DEPTH
     product = tl.zeros((M, T), tl.float32)
     for step in range(start * depths, stop * depths):
         unit = step // depths
         y = first_row + unit // groups
         x = (first_group + unit % groups) * GROUP
-        base = layer_start + ((y * width + x).to(tl.int64) * (CHANNELS * images) + (step % depths) * DEPTH)
-        here_inside = (x + across < width) & (channel < CHANNELS)
+        base = layer_start + ((y * width + x).to(tl.int64) * (channels * images) + (step % depths) * DEPTH)
+        here_inside = (x + across < width) & (channel < channels)
         here = tl.load(base + here_places, mask=here_inside[:, None], other=0.0)
         other_inside = (x + other_across >= 0) & (x + other_across < width) & (y + other_below < height)
         other = tl.load(base + other_places, mask=other_inside[:, None], other=0.0)
         product = tl.dot(here, tl.trans(other), product, input_precision="tf32")
 
-    number = (layer * (tl.num_programs(0) // (TILES * layers)) + job) * TILES + tile
+    number = (layer * (tl.num_programs(0) // (tiles * layers)) + job) * tiles + tile
     target = products + number.to(tl.int64) * (M * T)
     tl.store(target + tl.arange(0, M)[:, None] * T + tl.arange(0, T)[None, :], product)
 
 
-@triton.jit(do_not_specialize=["layers", "share", "middle", "along_row", "along_column"])
+@triton.jit(do_not_specialize=_ALIKE)
 def _multiply_rows(
     turned,
     products,
     images,
     height,
     width,
+    channels,
     layers,
     share,
     middle,
     along_row,
     along_column,
-    CHANNELS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -413,32 +417,26 @@ def _multiply_rows(
 
     The job says which row is reached, not where the groups are. That is the same where the first and last row matter.
     """
-    BLOCKS: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
     M: tl.constexpr = GROUP * BLOCK
     T: tl.constexpr = SLOTS * BLOCK
-    program = tl.program_id(0)
-    tile = program % (BLOCKS * BLOCKS)
-    layer = (program // (BLOCKS * BLOCKS)) % layers
-    job = program // (BLOCKS * BLOCKS) // layers
-    rows_region, groups_region, split = region_of(job, middle, along_row, along_column)
-    first_row, rows = extent(rows_region, height)
-    first_group, groups = extent(groups_region, (width + GROUP - 1) // GROUP)
+    blocks = tl.cdiv(channels, BLOCK)
+    tile, layer, job, first_row, first_group, groups, start, stop = _job_of(
+        tl.program_id(0), blocks * blocks, layers, share, middle, along_row, along_column, height, tl.cdiv(width, GROUP)
+    )
 
     row = tl.arange(0, M)
     across = row // BLOCK
-    channel = (tile // BLOCKS) * BLOCK + row % BLOCK
+    channel = (tile // blocks) * BLOCK + row % BLOCK
     row = tl.arange(0, T)
     other_across = row // BLOCK - 2
-    other_channel = (tile % BLOCKS) * BLOCK + row % BLOCK
+    other_channel = (tile % blocks) * BLOCK + row % BLOCK
     image = tl.arange(0, DEPTH)
-    here_places = ((across * CHANNELS + channel) * images)[:, None] + image[None, :]
-    other_places = ((other_across * CHANNELS + other_channel) * images)[:, None] + image[None, :]
+    here_places = ((across * channels + channel) * images)[:, None] + image[None, :]
+    other_places = ((other_across * channels + other_channel) * images)[:, None] + image[None, :]
 
-    reach = tl.where(channel < CHANNELS, across, width)
-    layer_start = turned + layer.to(tl.int64) * (height * width * CHANNELS) * images
-    row_length = width * CHANNELS * images
-    start = split * share
-    stop = tl.minimum(start + share, rows * groups)
+    reach = tl.where(channel < channels, across, width)
+    layer_start = turned + layer.to(tl.int64) * (height * width * channels) * images
+    row_length = width * channels * images
     depths = images // DEPTH
     product_0 = tl.zeros((M, T), tl.float32)
     product_1 = tl.zeros((M, T), tl.float32)
@@ -447,8 +445,8 @@ def _multiply_rows(
         unit = step // depths
         y = first_row + unit // groups
         x = (first_group + unit % groups) * GROUP
-        base = layer_start + ((y * width + x).to(tl.int64) * (CHANNELS * images) + (step % depths) * DEPTH)
-        other_inside = (x + other_across >= 0) & (x + other_across < width) & (other_channel < CHANNELS)
+        base = layer_start + ((y * width + x).to(tl.int64) * (channels * images) + (step % depths) * DEPTH)
+        other_inside = (x + other_across >= 0) & (x + other_across < width) & (other_channel < channels)
         other = tl.trans(tl.load(base + other_places, mask=other_inside[:, None], other=0.0))
         inside = x + reach < width
         here = tl.load(base + here_places, mask=inside[:, None], other=0.0)
@@ -460,8 +458,8 @@ def _multiply_rows(
         here = tl.load(base - 2 * row_length + here_places, mask=inside[:, None], other=0.0)
         product_2 = tl.dot(here, other, product_2, input_precision="tf32")
 
-    jobs = tl.num_programs(0) // (BLOCKS * BLOCKS * layers)
-    number = (layer * jobs + job) * (BLOCKS * BLOCKS * 3) + tile * 3
+    jobs = tl.num_programs(0) // (blocks * blocks * layers)
+    number = (layer * jobs + job) * (blocks * blocks * 3) + tile * 3
     target = products + number.to(tl.int64) * (M * T) + tl.arange(0, M)[:, None] * T + tl.arange(0, T)[None, :]
     tl.store(target, product_0)
     tl.store(target + M * T, product_1)
@@ -476,10 +474,10 @@ def _put_together(products: Tensor, sums: Tensor, layers: int, cut: Cut, ones: b
     launch(
         _put_lags,
         (-(-channels * channels // part), LAGS + 9 * ones, layers),
-        (products, sums, moments, images, height, width, cut.jobs, *cut.splits),
+        (products, sums, moments, images, height, width, channels, cut.jobs, *cut.splits),
         (
-            *(channels, ones, plan.group, plan.channels, plan.slots, LAGS),
-            *(products.numel() // layers >= 2**31, part, triton.next_power_of_2(cut.jobs)),
+            *(ones, plan.group, plan.channels, plan.slots, LAGS),
+            *(products.numel() // layers >= 2**31, part, MOST_JOBS, 16 if channels > 4 else 4),
         ),
         num_warps=1,
     )
@@ -494,11 +492,11 @@ def _put_lags(
     images,
     height,
     width,
+    channels,
     jobs,
     middle,
     along_row,
     along_column,
-    CHANNELS: tl.constexpr,
     ONES: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -507,19 +505,20 @@ def _put_lags(
     WIDE: tl.constexpr,
     PART: tl.constexpr,
     JOBS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """Some pairs of channels of one lag: the sums over jobs and groups, written to all pairs of taps, and mirrored."""
-    FEATURES: tl.constexpr = 9 * CHANNELS + ONES
+    features = 9 * channels + ONES
     lag = tl.program_id(1)
     layer = tl.program_id(2)
-    moment = moments + layer.to(tl.int64) * (FEATURES * FEATURES)
+    moment = moments + layer.to(tl.int64) * (features * features)
     if lag < LAGS:
         lag_y = (lag + 2) // 5
         lag_x = (lag + 2) % 5 - 2
         element = tl.program_id(0) * PART + tl.arange(0, PART)
-        channel = element // CHANNELS
-        other_channel = element % CHANNELS
-        real = element < CHANNELS * CHANNELS
+        channel = element // channels
+        other_channel = element % channels
+        real = element < channels * channels
         everything, first_row, last_row, first_column, last_column, first_first, first_last, last_first, last_last = (
             _sums_of_lag(
                 products,
@@ -535,7 +534,7 @@ def _put_lags(
                 along_row,
                 along_column,
                 height,
-                CHANNELS,
+                channels,
                 GROUP,
                 BLOCK,
                 SLOTS,
@@ -569,11 +568,11 @@ def _put_lags(
                     feature = channel * 9 + (row_tap * 3 + column_tap)
                     other = other_channel * 9 + other_row * 3 + other_column
                     # Lag 0 has every value twice: one of them is taken, so that the moment is symmetric.
-                    wanted = real & (channel <= other_channel + lag * CHANNELS)
-                    tl.store(moment + feature.to(tl.int64) * FEATURES + other, value, mask=wanted)
-                    tl.store(moment + other.to(tl.int64) * FEATURES + feature, value, mask=wanted)
+                    wanted = real & (channel <= other_channel + lag * channels)
+                    tl.store(moment + feature.to(tl.int64) * features + other, value, mask=wanted)
+                    tl.store(moment + other.to(tl.int64) * features + feature, value, mask=wanted)
     elif ONES:
-        _put_ones(sums, moment, lag - LAGS, layer, images, height, width, CHANNELS)
+        _put_ones(sums, moment, lag - LAGS, layer, images, height, width, channels, WIDTH)
 
 
 @triton.jit
@@ -591,7 +590,7 @@ def _sums_of_lag(
     along_row,
     along_column,
     height,
-    CHANNELS: tl.constexpr,
+    channels,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -603,23 +602,23 @@ def _sums_of_lag(
 
     Those of a row are 0 where the lag leads out of it, and so on: nothing is to be taken off.
     """
-    BLOCKS: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
     STRIPS: tl.constexpr = (3 * GROUP + 9 + SLOTS) // SLOTS
-    TILES: tl.constexpr = BLOCKS * BLOCKS * STRIPS
     T: tl.constexpr = SLOTS * BLOCK
     TILE: tl.constexpr = GROUP * BLOCK * T
-    tile = ((channel // BLOCK) * BLOCKS + other_channel // BLOCK) * STRIPS
+    blocks = tl.cdiv(channels, BLOCK)
+    job_size = blocks * blocks * (STRIPS * TILE)
+    tile = ((channel // BLOCK) * blocks + other_channel // BLOCK) * STRIPS
     within = tile * TILE + (channel % BLOCK) * T + other_channel % BLOCK
     job = tl.arange(0, JOBS)
     row_region, group_region, _ = region_of(job, middle, along_row, along_column)
     in_first_row = (row_region == 0)[:, None]
     in_last_row = (row_region == tl.where(height > 1, 2, 0))[:, None]
     wanted = (job < jobs)[:, None] & real[None, :]
-    places = products + layer.to(tl.int64) * jobs * (TILES * TILE)
+    places = products + layer.to(tl.int64) * jobs * job_size
     if WIDE:
-        places += (job.to(tl.int64) * (TILES * TILE))[:, None] + within[None, :]
+        places += (job.to(tl.int64) * job_size)[:, None] + within[None, :]
     else:
-        places += (job * (TILES * TILE))[:, None] + within[None, :]
+        places += (job * job_size)[:, None] + within[None, :]
 
     values = tl.zeros((JOBS, PART), tl.float32)
     for across in tl.static_range(GROUP):
@@ -659,26 +658,25 @@ def _sums_of_lag(
 
 
 @triton.jit
-def _put_ones(sums, moment, tap, layer, images, height, width, CHANNELS: tl.constexpr):
+def _put_ones(sums, moment, tap, layer, images, height, width, channels, WIDTH: tl.constexpr):
     """One tap's part of the last row and column: all that it sees, from the sums over the images."""
-    FEATURES: tl.constexpr = 9 * CHANNELS + 1
     PIXELS: tl.constexpr = 256
-    WIDTH: tl.constexpr = 16 if CHANNELS > 4 else 4
+    features = 9 * channels + 1
     area = height * width
-    source = sums + layer.to(tl.int64) * (area * CHANNELS)
+    source = sums + layer.to(tl.int64) * (area * channels)
     if tl.program_id(0) + tap == 0:
-        tl.store(moment + (FEATURES * FEATURES - 1), (images * area).to(tl.float32))
-    for first in range(tl.program_id(0) * WIDTH, CHANNELS, tl.num_programs(0) * WIDTH):
+        tl.store(moment + (features * features - 1), (images * area).to(tl.float32))
+    for first in range(tl.program_id(0) * WIDTH, channels, tl.num_programs(0) * WIDTH):
         channel = first + tl.arange(0, WIDTH)
-        real = channel < CHANNELS
+        real = channel < channels
         total = tl.zeros((WIDTH,), tl.float32)
         for start in range(0, area, PIXELS):
             pixel = start + tl.arange(0, PIXELS)
             y = pixel // width + 1 - tap // 3  # the output from which the tap sees this pixel
             x = pixel % width + 1 - tap % 3
             seen = (pixel < area) & (y >= 0) & (y < height) & (x >= 0) & (x < width)
-            places = source + pixel[:, None] * CHANNELS + channel[None, :]
+            places = source + pixel[:, None] * channels + channel[None, :]
             total += tl.sum(tl.load(places, mask=seen[:, None] & real[None, :], other=0.0), 0)
         feature = channel * 9 + tap
-        tl.store(moment + feature.to(tl.int64) * FEATURES + (FEATURES - 1), total, mask=real)
-        tl.store(moment + (FEATURES - 1) * FEATURES + feature, total, mask=real)
+        tl.store(moment + feature.to(tl.int64) * features + (features - 1), total, mask=real)
+        tl.store(moment + (features - 1) * features + feature, total, mask=real)

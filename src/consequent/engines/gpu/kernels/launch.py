@@ -1,12 +1,30 @@
-"""Launches without Triton's look at every argument, which takes the host several times as long as the launch itself."""
+"""Launches without Triton's look at every argument, which takes the host several times as long as the launch itself.
 
+The first launch of a kernel compiles it, for a second or several. So what is going to be launched is rehearsed before:
+other threads then compile it, all of it at the same time (Triton lets go of Python's lock for most of the time).
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["launch"]
+__all__ = ["launch", "rehearse"]
 
 _compiled: dict[tuple[Any, ...], Any] = {}
+_being_compiled: dict[tuple[Any, ...], "Future[Any]"] = {}
+
+
+class _Mode(threading.local):
+    is_rehearsal = False
+
+
+_mode = _Mode()
 
 
 def launch(
@@ -25,19 +43,88 @@ def launch(
         constants: what the kernel is compiled for.
         options: how it is compiled, such as ``num_warps``.
     """
-    alike = tuple([_kind(argument) for argument in arguments])
+    alike = tuple([look(argument) for look, argument in zip(_looks_at(kernel), arguments, strict=False)])
     place = (kernel.fn, arguments[0].get_device(), alike, constants, *options.items())
+    if _mode.is_rehearsal:
+        _compile_aside(place, kernel, arguments, constants, options)
+        return
     compiled = _compiled.get(place)
-    if compiled is None:  # the first time; always in Triton's interpreter
-        _compiled[place] = kernel[grid](*arguments, *constants, **options)
-    else:
+    if compiled is not None:
         compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
+        return
+    # The first time; always in Triton's interpreter.
+    under_way = _being_compiled.pop(place, None)
+    if under_way is not None:
+        under_way.exception()  # waits; what went wrong does so again in the next line
+    _compiled[place] = kernel[grid](*arguments, *constants, **options)
 
 
-def _kind(argument: Any) -> Any:
-    """What Triton may compile a kernel of its own for: the type, alignment, and a one (or less, to be simple)."""
+def rehearse(work: Callable[[], object]) -> None:
+    """Have all that the work launches compiled by other threads, without waiting for them.
+
+    Nothing is launched in it, so what it computes is what happened to be in memory.
+    """
+    _mode.is_rehearsal = True
+    try:
+        work()
+    finally:
+        _mode.is_rehearsal = False
+
+
+def _compile_aside(
+    place: tuple[Any, ...], kernel: Any, arguments: tuple[Any, ...], constants: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    if place in _compiled or place in _being_compiled:
+        return
+    device = arguments[0].device
+    # Their types stand for tensors that are aligned, as far as Triton looks: memory is not held on to.
+    stand_ins = [one.dtype if isinstance(one, Tensor) and one.data_ptr() % 16 == 0 else one for one in arguments]
+
+    def compiled() -> Any:
+        with torch.cuda.device(device):
+            return kernel.warmup(*stand_ins, *constants, grid=(1,), **options)
+
+    _being_compiled[place] = _threads().submit(compiled)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return ThreadPoolExecutor(cores, thread_name_prefix="compiles kernels")
+
+
+_looks: dict[Any, tuple[Callable[[Any], Any], ...]] = {}
+
+
+def _looks_at(kernel: Any) -> tuple[Callable[[Any], Any], ...]:
+    """For each argument, what Triton may compile a kernel of its own for."""
+    known = _looks.get(kernel.fn)
+    if known is None:
+        parameters = [one for one in getattr(kernel, "params", ()) if not one.is_constexpr]
+        known = tuple([_look_at(parameter) for parameter in parameters])
+        _looks[kernel.fn] = known
+    return known
+
+
+def _look_at(parameter: Any) -> Callable[[Any], Any]:
+    if parameter.do_not_specialize:
+        return _type
+    return _type_and_one if parameter.do_not_specialize_on_alignment else _type_one_and_alignment
+
+
+def _type(argument: Any) -> Any:
     if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16
+        return argument.dtype
+    return -(2**31) <= argument < 2**31 if isinstance(argument, int) else type(argument)
+
+
+def _type_and_one(argument: Any) -> Any:
+    return (argument == 1, -(2**31) <= argument < 2**31) if isinstance(argument, int) else _type(argument)
+
+
+def _type_one_and_alignment(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int):
         return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
     return type(argument)

@@ -228,10 +228,10 @@ def _moment(
             (cut.tiles * cut.splits,),
             (
                 *(inputs, partial, *strides, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
-                *(geometry.rows, cut.share, cut.tiles),
+                *(geometry.channels, geometry.rows, cut.share, cut.tiles),
             ),
             (
-                *(geometry.channels, geometry.kernel, ones, channels_first, cut.wide, precision),
+                *(geometry.kernel, ones, channels_first, cut.wide, precision),
                 *(cut.blocks == 1, plan.block, plan.depth),
             ),
             num_warps=plan.warps,
@@ -241,14 +241,17 @@ def _moment(
         launch(
             _add_splits,
             (cut.tiles, plan.block**2 // cut.part),
-            (partial, moment, features, cut.splits, cut.tiles),
-            (geometry.channels, taps, plan.block, cut.part, SPLITS_AT_ONCE),
+            (partial, moment, features, cut.splits, cut.tiles, geometry.channels, taps),
+            (plan.block, cut.part, SPLITS_AT_ONCE),
             num_warps=4,
         )
     return moment
 
 
-@triton.jit(do_not_specialize=["rows", "share", "tiles"])
+@triton.jit(
+    do_not_specialize=["rows", "share", "tiles"],
+    do_not_specialize_on_alignment=["height", "width", "out_height", "out_width"],
+)
 def _multiply_strips(
     inputs,
     partial,
@@ -260,10 +263,10 @@ def _multiply_strips(
     width,
     out_height,
     out_width,
+    channels,
     rows,
     share,
     tiles,
-    CHANNELS: tl.constexpr,
     KERNEL: tl.constexpr,
     ONES: tl.constexpr,
     CHANNELS_FIRST: tl.constexpr,
@@ -280,10 +283,10 @@ def _multiply_strips(
     i, j = triangle_place(tile)
     within = tl.arange(0, BLOCK)
     above, across, offsets, constant = _feature_places(
-        i * BLOCK + within, channel_stride, row_stride, column_stride, CHANNELS, KERNEL, ONES, CHANNELS_FIRST
+        i * BLOCK + within, channel_stride, row_stride, column_stride, channels, KERNEL, CHANNELS_FIRST
     )
     other_above, other_across, other_offsets, other_constant = _feature_places(
-        j * BLOCK + within, channel_stride, row_stride, column_stride, CHANNELS, KERNEL, ONES, CHANNELS_FIRST
+        j * BLOCK + within, channel_stride, row_stride, column_stride, channels, KERNEL, CHANNELS_FIRST
     )
 
     start = split * share
@@ -347,9 +350,8 @@ def _feature_places(
     channel_stride,
     row_stride,
     column_stride,
-    CHANNELS: tl.constexpr,
+    channels,
     KERNEL: tl.constexpr,
-    ONES: tl.constexpr,
     CHANNELS_FIRST: tl.constexpr,
 ):
     """Where the features of a patch lie: rows below and columns right of its corner, elements from there; which is 1.
@@ -361,13 +363,13 @@ def _feature_places(
         channel = features // TAPS
         tap = features % TAPS
     else:
-        channel = features % CHANNELS
-        tap = features // CHANNELS
+        channel = features % channels
+        tap = features // channels
     above = (tap // KERNEL[1]) * KERNEL[6]
     across = (tap % KERNEL[1]) * KERNEL[7]
     offsets = channel * channel_stride + above * row_stride + across * column_stride
-    real = features < CHANNELS * TAPS
-    return tl.where(real, above, nowhere()), across, offsets, features == CHANNELS * TAPS
+    real = features < channels * TAPS
+    return tl.where(real, above, nowhere()), across, offsets, features == channels * TAPS
 
 
 @triton.jit
@@ -437,15 +439,15 @@ def triangle_place(number):
     return row, number - row * (row + 1) // 2
 
 
-@triton.jit(do_not_specialize=["features", "splits", "tiles"])
+@triton.jit(do_not_specialize=["features", "splits", "tiles", "channels", "taps"])
 def _add_splits(
     partial,
     moment,
     features,
     splits,
     tiles,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
+    channels,
+    taps,
     BLOCK: tl.constexpr,
     PART: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -465,8 +467,8 @@ def _add_splits(
     row = i * BLOCK + elements // BLOCK
     column = j * BLOCK + elements % BLOCK
     wanted = (row < features) & (column <= row)  # on the diagonal: one of two equal halves, so that they are equal
-    row = _weight_order(row, CHANNELS, TAPS)
-    column = _weight_order(column, CHANNELS, TAPS)
+    row = _weight_order(row, channels, taps)
+    column = _weight_order(column, channels, taps)
     tl.store(moment + row.to(tl.int64) * features + column, total, mask=wanted)
     tl.store(moment + column.to(tl.int64) * features + row, total, mask=wanted)
 
@@ -483,11 +485,7 @@ def sum_splits(first, wanted, splits, step, PART: tl.constexpr, SPLITS: tl.const
 
 
 @triton.jit
-def _weight_order(feature, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
-    """From (tap, channel) to (channel, tap); the constant 1 stays last."""
-    if TAPS == 1:
-        result = feature
-    else:
-        moved = (feature % CHANNELS) * TAPS + feature // CHANNELS
-        result = tl.where(feature < CHANNELS * TAPS, moved, feature)
-    return result
+def _weight_order(feature, channels, taps):
+    """From (tap, channel) to (channel, tap), if there are several taps; the constant 1 stays last."""
+    moved = (feature % channels) * taps + feature // channels
+    return tl.where((feature < channels * taps) & (taps > 1), moved, feature)

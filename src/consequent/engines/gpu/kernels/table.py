@@ -157,6 +157,12 @@ def in_fours(number):
 
 
 @triton.jit
+def is_finite(values):
+    """Neither infinity nor NaN."""
+    return tl.abs(values) < float("inf")
+
+
+@triton.jit
 def shortening(energy, allowed):
     """:func:`consequent.maths.bound.shortening`; neither infinity nor NaN is above anything."""
     return tl.where(energy > allowed, tl.sqrt(allowed / energy), 1.0)
