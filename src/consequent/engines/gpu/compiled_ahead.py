@@ -13,11 +13,7 @@ from torch import Tensor
 
 from consequent.capture.torch_internals import graph_is_being_captured
 from consequent.engines.gpu import kernels
-from consequent.engines.gpu.kernels.choice import (
-    patch_moment_by_kernel,
-    patch_moments_by_kernel,
-    row_moment_by_kernel,
-)
+from consequent.engines.gpu.kernels.choice import are_rounded, patch_moment_by_kernel, patch_moments_by_kernel
 from consequent.layers import Operation
 from consequent.layers.convolution import Convolution
 from consequent.layers.linear import Linear
@@ -78,7 +74,11 @@ def _correct(
 def _moment(operation: Operation, inputs: Tensor, ones: bool) -> bool:
     """Whether there is a kernel for it."""
     if isinstance(operation, Linear):
-        return row_moment_by_kernel(inputs, ones=ones) is not None
+        if inputs.dtype == torch.float32:
+            from consequent.engines.gpu.kernels.padded_rows import padded_rows
+
+            padded_rows([inputs], ones=ones, rounded=are_rounded(inputs))
+        return True
     if not isinstance(operation, Convolution):
         return False
     if patch_moments_by_kernel(operation, [inputs], ones=ones) is not None:
@@ -105,6 +105,11 @@ def _on_samples(operation: Operation, inputs: Tensor, has_bias: bool) -> None:
 
     rows, outputs, device = len(inputs), operation.outputs, inputs.device
     if rows > MOST_ROWS:
+        from consequent.engines.gpu.kernels.factor import inverse_factor
+        from consequent.engines.gpu.kernels.padded_rows import padded_rows
+
+        padded_rows([inputs], ones=has_bias)
+        inverse_factor(torch.empty(1, 2, 2, device=device), 1.0)
         return
     output_grads = torch.empty(rows, outputs, device=device)
     weight_grad = torch.empty(outputs, operation.features, device=device)

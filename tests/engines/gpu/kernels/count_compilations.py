@@ -12,7 +12,7 @@ from compile_kernels import source_of
 
 import consequent
 from consequent.engines.gpu import compiled_ahead, kernels
-from consequent.engines.gpu.kernels import dense, factor, features, lags, moment
+from consequent.engines.gpu.kernels import dense, factor, features, lags, moment, padded_rows
 from consequent_lab.models import mlp, resnet20
 
 NETWORKS = {
@@ -32,7 +32,7 @@ def count(make_model, shape, memory_format):
         specialised = (*source.signature.items(), *source.constants.items(), *source.attrs, *options.items())
         seen[str((kernel.fn.__name__, *specialised))] = kernel.fn.__name__
 
-    for module in (dense, features, factor, lags, moment):
+    for module in (dense, features, factor, lags, moment, padded_rows):
         module.launch = launch
     model, inputs = make_model(), torch.zeros(shape)
     if memory_format is not None:

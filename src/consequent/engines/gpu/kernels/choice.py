@@ -13,7 +13,7 @@ from consequent.maths.precision import tf32_is_allowed, tf32_products
 if TYPE_CHECKING:
     from consequent.layers.convolution import Convolution
 
-__all__ = ["patch_moment_by_kernel", "patch_moments_by_kernel", "row_moments_by_products"]
+__all__ = ["are_rounded", "patch_moment_by_kernel", "patch_moments_by_kernel", "row_moments_by_products"]
 
 # Inputs may be rounded to TF32 where the errors of so many rows cancel out (docs/speed.md, precision).
 ROWS_THAT_AVERAGE = 4096
@@ -48,11 +48,16 @@ def _product_of_halves(rows: Tensor, *, ones: bool) -> Tensor:
     return with_ones(moment, rows.sum(0, keepdim=True, dtype=torch.float32), len(rows)) if ones else moment
 
 
+def are_rounded(rows: Tensor) -> bool:
+    """Whether a dense layer's rows are rounded to TF32 before they are multiplied."""
+    return len(rows) >= ROWS_THAT_AVERAGE and tf32_is_allowed()
+
+
 def _products_together(rows: list[Tensor], *, ones: bool) -> Tensor:
     from consequent.engines.gpu.kernels.padded_rows import padded_rows
 
     size = rows[0].shape[1] + ones
-    rounded = len(rows[0]) >= ROWS_THAT_AVERAGE and tf32_is_allowed()
+    rounded = are_rounded(rows[0])
     padded = padded_rows(rows, ones=ones, rounded=rounded)
     with tf32_products() if rounded else nullcontext():
         moments = torch.bmm(padded.mT, padded)
