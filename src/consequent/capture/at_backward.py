@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from consequent.capture.torch_internals import backward_pass_id, version_of, will_run
+from consequent.capture.torch_internals import apply_of, backward_pass_id, version_of, will_run
 from consequent.capture.uncompiled import leave_uncompiled
 from consequent.capture.use import Entry, Use
 from consequent.maths.damping import Damping
@@ -57,7 +57,7 @@ class Gate:
         self.leaves = leaves
         self.held = held  # as the optimiser holds them
         self._was_run = False
-        self._versions = [version_of(leaf) for leaf in leaves]
+        self._versions = list(map(version_of, leaves))
         self._products: dict[int, list[Reached]] = {}
         self._transposed: dict[int, Tensor] = {}
 
@@ -68,13 +68,13 @@ class Gate:
 
     def stand_ins(self) -> dict[Tensor, Tensor]:
         """For each parameter what products are to be computed with: the same numbers, behind a node of the graph."""
-        outputs = _GateFunction.apply(self, *self.leaves)  # type: ignore[no-untyped-call]
+        outputs = _apply_gate(self, *self.leaves)
         return dict(zip(self.held, outputs if isinstance(outputs, tuple) else (outputs,), strict=True))
 
     @property
     def is_over(self) -> bool:
         """Whether a backward pass ran through it, or the parameters were written to: forward passes need another."""
-        return self._was_run or [version_of(leaf) for leaf in self.leaves] != self._versions
+        return self._was_run or list(map(version_of, self.leaves)) != self._versions
 
     def reach(self, product: Reached) -> None:
         """A product hands in what it knows."""
@@ -115,6 +115,8 @@ class _GateFunction(torch.autograd.Function):
 
 
 leave_uncompiled(__name__, "backward", of_class="_GateFunction")
+
+_apply_gate = apply_of(_GateFunction)
 
 
 Solve = Callable[[Gathered, Damping, float, Sequence[Node | None]], dict[Tensor, Tensor]]

@@ -24,6 +24,10 @@ from consequent.ranks.sharded_tensors import is_sharded
 from consequent.statistics.averages import Averages
 from consequent.statistics.rows import Rows
 
+# The weight of a parameter's first use in a pass, the sum of the gradients that its uses handed over, and its version.
+_Returned = tuple[Tensor, Tensor, int]
+_SUM = -1  # in place of the version where there were several
+
 
 class StepCorrector:
     """Keeps a record for every weight that took part in the gradients now in ``.grad``.
@@ -70,7 +74,8 @@ class StepCorrector:
         if leaf is None or not leaf.requires_grad:
             return  # it was frozen since the forward pass: its node runs, and adds nothing
         backward_pass = backward_pass_id()
-        record = self._record_of(use.weight, use.key.grad, backward_pass)
+        weight = use.weight
+        record = self._record_of(weight, weight.grad if use.trains_weight else use.key.grad, backward_pass)
         record.note_pass(use, backward_pass)
         if record.statistic is not None:
             self._ahead.join_on(output_grad.device)  # an earlier use may be waiting to be reduced, or being reduced
@@ -104,12 +109,12 @@ class StepCorrector:
         gradient = gradient.detach() if gradient.requires_grad else gradient
         now = backward_pass_id()
         known = arrivals.returned.get(now)
-        if known is not None:
-            known.add(gradient)
+        if known is not None:  # in the order in which the engine adds, so that the sums are equal bit for bit
+            arrivals.returned[now] = (known[0], known[1] + gradient, _SUM)
         elif arrivals.hook is not None:
-            arrivals.returned[now] = _Returned(use.weight, gradient)
+            arrivals.returned[now] = (use.weight, gradient, version_of(gradient))
         elif node is not None and leaf_of(node) is not None:  # sharded: another tensor stands in for it in the graph
-            arrivals.returned[now] = _Returned(use.weight, gradient)
+            arrivals.returned[now] = (use.weight, gradient, version_of(gradient))
             handle: Any = None
 
             def arrived(grads: tuple[Tensor, ...]) -> None:
@@ -122,16 +127,19 @@ class StepCorrector:
         """A gradient is on its way to the parameter's ``.grad``, or to whom asked ``torch.autograd.grad`` for it."""
         if gradient is None:
             return
-        now, parameter = backward_pass_id(), arrivals.parameter
+        now = backward_pass_id()
         returned = arrivals.returned.pop(now, None)
-        if returned is None:
-            if not gradient.is_sparse and will_run(accumulator_of(parameter)):
-                record = self._record_of(arrivals.weight, parameter.grad, now)
-                record.beside.add_other(parameter, gradient.detach().clone())
-        elif not returned.is_all(gradient):
-            rest = returned.rest(gradient, parameter)
-            if rest is not None and returned.weight in self.records:
-                self.records[returned.weight].beside.add_other(parameter, rest)
+        parameter = arrivals.parameter
+        if returned is not None:
+            weight, expected, version = returned
+            if gradient is expected and version_of(gradient) == version:
+                return  # the one that was handed over, and nothing else
+            rest = _rest(gradient, expected, version, parameter)
+            if rest is not None and weight in self.records:
+                self.records[weight].beside.add_other(parameter, rest)
+        elif not gradient.is_sparse and will_run(accumulator_of(parameter)):
+            record = self._record_of(arrivals.weight, parameter.grad, now)
+            record.beside.add_other(parameter, gradient.detach().clone())
 
     def _record_of(self, weight: Tensor, grad: Tensor | None, backward_pass: int) -> Record:
         """The weight's record in the running pass.
@@ -228,12 +236,12 @@ class StepCorrector:
         """The backward passes whose gradients are in ``.grad``, each with the entries that took part in it."""
         found: dict[int, set[Entry]] = {}
         for record in self.records.values():
-            for backward_pass, entries in record.passes.items():
-                known = found.get(backward_pass)
-                if known is None:
-                    found[backward_pass] = set(entries)
+            for backward_pass, entry in record.passes:
+                entries = found.get(backward_pass)
+                if entries is None:
+                    found[backward_pass] = {entry}
                 else:
-                    known |= entries
+                    entries.add(entry)
         return list(found.values())
 
 
@@ -246,7 +254,7 @@ class _Arrivals:
         self.parameter = parameter
         self.weight = parameter  # in whose record it is if it comes from no use: for a bias, that of its layer
         self.hook: RemovableHandle | None = None
-        self.returned: dict[int, _Returned] = {}  # by the backward pass
+        self.returned: dict[int, _Returned] = {}  # by the backward pass, from all uses together
 
     def stop(self) -> None:
         """Take the hook off the parameter."""
@@ -254,35 +262,14 @@ class _Arrivals:
             self.hook.remove()
 
 
-class _Returned:
-    """What the uses of a parameter have handed to its accumulator in one backward pass."""
-
-    __slots__ = ("_count", "_sum", "_version", "weight")
-
-    def __init__(self, weight: Tensor, gradient: Tensor) -> None:
-        self.weight = weight  # of the first use, whose record it is in
-        self._sum = gradient
-        self._version = version_of(gradient)
-        self._count = 1
-
-    def add(self, gradient: Tensor) -> None:
-        """In the order in which the engine adds, so that the sums are equal bit for bit."""
-        self._sum = self._sum + gradient
-        self._count += 1
-
-    def is_all(self, arrived: Tensor) -> bool:
-        """Whether it is the one gradient that was handed over, as far as can be told without computing."""
-        return arrived is self._sum and self._count == 1 and version_of(arrived) == self._version
-
-    def rest(self, arrived: Tensor, parameter: Tensor) -> Tensor | None:
-        """What arrived besides; a user's own hooks may have changed it, which is an edit and not told apart."""
-        expected = self._sum
-        if arrived.is_sparse:
-            return None  # of a table of embeddings: what else comes to it, a penalty, would be dense
-        if expected.is_sparse:
-            expected = expected.to_dense()
-        is_it = self._count == 1 and arrived.data_ptr() == expected.data_ptr() and version_of(arrived) == self._version
-        if is_it or len(parameter._backward_hooks or ()) > 1:
-            return None
-        rest = arrived.detach() - expected
-        return rest if rest.is_cuda or bool(rest.any()) else None
+def _rest(arrived: Tensor, expected: Tensor, version: int, parameter: Tensor) -> Tensor | None:
+    """What arrived besides; a user's own hooks may have changed it, which is an edit and not told apart."""
+    if arrived.is_sparse:
+        return None  # of a table of embeddings: what else comes to it, a penalty, would be dense
+    if expected.is_sparse:
+        expected = expected.to_dense()
+    is_it = arrived.data_ptr() == expected.data_ptr() and version_of(arrived) == version
+    if is_it or len(parameter._backward_hooks or ()) > 1:
+        return None
+    rest = arrived.detach() - expected
+    return rest if rest.is_cuda or bool(rest.any()) else None

@@ -31,7 +31,7 @@ class Record:
         statistic: of the inputs of all uses that are in ``.grad`` now; None where there are none.
         beside: what else is in there.
         usual_uses: how many there were at the last step.
-        passes: the backward passes in ``.grad``, and the entries whose samples they were for.
+        passes: the backward passes in ``.grad``, each with an entry whose samples it was for; some repeatedly.
         accumulated: marks on the gradients as the last backward pass left them.
         corrected: marks on the gradients as the last correction left them.
         was_written_to: whether somebody wrote to ``.grad`` between two backward passes.
@@ -45,7 +45,7 @@ class Record:
     statistic: Statistic | None = None
     beside: Beside = field(default_factory=Beside)
     usual_uses: int = 0
-    passes: dict[int, set[Entry]] = field(default_factory=dict)
+    passes: list[tuple[int, Entry]] = field(default_factory=list)
     accumulated: list[tuple[Tensor, GradMark]] = field(default_factory=list)
     corrected: list[tuple[Tensor, GradMark]] = field(default_factory=list)
     was_written_to: bool = False
@@ -128,7 +128,7 @@ class Record:
         if self.beside:
             self.beside = Beside()
         self.was_written_to = self.accumulated_on_corrected = self.has_output_grads = False
-        self.accumulated, self.passes = [], {}
+        self.accumulated, self.passes = [], []
 
     def begin_backward_pass(self, grad: Tensor | None) -> None:
         """Before a backward pass adds to ``.grad``: is what was captured earlier still in there?
@@ -201,12 +201,9 @@ class Record:
 
     def note_pass(self, use: Use, backward_pass: int) -> None:
         """A backward pass goes through the use; one inside of another (reentrant checkpointing) is the outer one's."""
-        outer = backward_pass if use.recomputed_in == -1 else use.recomputed_in
-        entries = self.passes.get(outer)
-        if entries is None:
-            self.passes[outer] = {use.entry}
-        else:
-            entries.add(use.entry)
+        part = (backward_pass if use.recomputed_in == -1 else use.recomputed_in, use.entry)
+        if not self.passes or self.passes[-1] != part:
+            self.passes.append(part)
 
     def add(self, use: Use, inputs: Tensor | None, output_grad: Tensor, *, idle: bool = False) -> None:
         """Add a use, or a further gradient of a use that is there already (``retain_graph``).

@@ -186,7 +186,8 @@ class Watch:
                 uses.append((capture.listener, use))
         if not uses:
             return None
-        operation.prepare(weight, inputs)
+        if operation.is_sparse:
+            operation.prepare(weight, inputs)
         for listener, use in uses:
             if listener.replaces_gradients:
                 weight, bias = listener.before_product(use, weight, bias)

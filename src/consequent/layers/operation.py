@@ -100,7 +100,7 @@ class Operation(ABC):
         return None
 
     def prepare(self, weight: Tensor, inputs: Tensor) -> None:  # noqa: B027
-        """What the layer does to its weight before the product."""
+        """What the layer does to its weight before the product; asked of sparse operations only."""
 
     # ---- the product, on canonical tensors --------------------------------------------------------------------------
 
