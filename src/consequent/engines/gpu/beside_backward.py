@@ -5,7 +5,7 @@ is applied to is final only at the step. In between, backpropagation through the
 busy at best. Layers of one shape go together, as many as a little memory has room for: the host launches once for all
 of them, and from their third step on by a recording of the launches (:mod:`consequent.engines.gpu.recordings`). Large
 matrices, each of which is a long chain of small steps for a few multiprocessors, wait for others of their size,
-whatever their inputs.
+whatever their inputs; so do those of dense layers.
 """
 
 from collections.abc import Hashable
@@ -55,7 +55,7 @@ class Room:
 FOR_INPUTS = Room(11 * 2**20, 64 * 2**20, 64, 4)  # and what it takes to factorise their moments, unless these wait
 FOR_LARGE_MOMENTS = Room(64 * 2**20, 2**30, 8, 4)  # and what it takes to factorise them
 
-LARGE = 640  # features from which on a moment waits for others of its size
+LARGE = 640  # features from which on a moment waits for others of its size; that of a dense layer always does
 
 # Bytes of inputs, and for factors, that are recorded: more keeps the GPU busy for longer than the host.
 MOST_INPUTS_RECORDED, MOST_FACTORS_RECORDED = 2**28, 2**30
@@ -74,6 +74,14 @@ class _Task:
     kind: Hashable  # what tasks must have in common for their moments to be computed together,
     kind_of_moment: Hashable  # and to be factorised together
     bytes_of_factor: int  # about, with what it takes to compute it
+
+    @property
+    def is_done_in_one_go(self) -> bool:
+        """Whether the moment is factorised together with those that were computed together: small ones of images.
+
+        Dense layers gain nothing from being summed up together.
+        """
+        return self.record.columns <= LARGE and not self.record.operation.is_dense
 
     def become(self, moment: Tensor, factor: tuple[Damping, InverseFactor] | None) -> None:
         """Let this moment, and its factor if there is one, stand for the layer's rows."""
@@ -176,7 +184,7 @@ class _Beside:
         task = _Task(record, inputs, ready, damping, is_factorised, kind, kind_of_moment, bytes_of_factor)
         self._given += inputs.nbytes + bytes_of_factor
         room = FOR_INPUTS.within(self._given_before, in_graph=self._in_graph)
-        size = inputs.nbytes + (bytes_of_factor if record.columns <= LARGE else 0)  # of what is done in one go
+        size = inputs.nbytes + (bytes_of_factor if task.is_done_in_one_go else 0)
         for batch in self._inputs.add(kind, task, size, room):
             self._sum_up(batch)
 
@@ -218,7 +226,7 @@ class _Beside:
         """Reduce the inputs of one kind to moments, and factorise these unless they are large."""
         first = batch[0]
         inputs = [tensor for task in batch if (tensor := task.inputs) is not None]
-        factorises = first.is_factorised and first.record.columns <= LARGE
+        factorises = first.is_factorised and first.is_done_in_one_go
         summing, factorising = self._streams
         is_recorded = self._may_record(first) and sum([tensor.nbytes for tensor in inputs]) < MOST_INPUTS_RECORDED
         stream = factorising if factorises and is_recorded else summing

@@ -9,7 +9,7 @@ from torch import Tensor
 from consequent.engines.inverse_factor import InverseFactor, inverse_factor
 from consequent.maths.damping import Level
 from consequent.maths.precision import in_full_precision, without_autocast
-from consequent.maths.triangular_products import square
+from consequent.maths.triangular_products import by_lower, by_transposed, square
 
 
 class RowLayer(NamedTuple):
@@ -63,16 +63,18 @@ class RowGroup:
             ``[layers, O, D]``, and for biases ``[layers, O]``.
         """
         assert self._rows is not None
-        coefficients = self._coefficients()
-        return _combined(coefficients, self._rows[..., : self._layers[0].inputs.shape[1]])
+        transposed = self._transposed_coefficients()
+        return _combined(transposed, self._rows[..., : self._layers[0].inputs.shape[1]])
 
     @in_full_precision
-    def _coefficients(self) -> Tensor:
+    def _transposed_coefficients(self) -> Tensor:
+        """``s ΔZᵀ (X Xᵀ + λI)⁻¹``, ``[layers, O, N]``."""
         assert self.factors is not None
-        wanted = torch.stack([layer.output_grads for layer in self._layers])
+        wanted = torch.stack([layer.output_grads for layer in self._layers]).mT
         trace, level, is_good, _ = self.factors.status[..., None, None].unbind(-3)
-        values = torch.bmm(self.factors.inverse.mT, torch.bmm(self.factors.inverse, wanted))
-        return torch.where(is_good > 0, values, wanted / (trace + level)).mul_(self._layers[0].scale)
+        values = by_lower(by_transposed(wanted, self.factors.inverse), self.factors.inverse)
+        shortened = 1 / (trace + level) + (trace - trace)  # NaN where the trace is infinite
+        return torch.where(is_good > 0, values, wanted * shortened).mul_(self._layers[0].scale)
 
 
 @in_full_precision
@@ -101,5 +103,5 @@ def factorise_rows(layers: Sequence[RowLayer]) -> list[tuple[RowGroup, list[int]
 
 
 @without_autocast
-def _combined(coefficients: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.bmm(coefficients.mT, inputs), coefficients.sum(1)
+def _combined(transposed: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.bmm(transposed, inputs), transposed.sum(-1)

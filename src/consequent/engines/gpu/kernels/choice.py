@@ -60,7 +60,9 @@ def _products_together(rows: list[Tensor], *, ones: bool) -> Tensor:
     rounded = are_rounded(rows[0])
     padded = padded_rows(rows, ones=ones, rounded=rounded)
     with tf32_products() if rounded else nullcontext():
-        moments = torch.bmm(padded.mT, padded)
+        moments = torch.empty(len(rows), padded.shape[-1], padded.shape[-1], device=padded.device)
+        for matrix, moment in zip(padded, moments, strict=True):  # one by one, cuBLAS splits long sums
+            torch.mm(matrix.mT, matrix, out=moment)
     return moments if moments.shape[-1] == size else moments[:, :size, :size].contiguous()
 
 

@@ -453,7 +453,8 @@ def _solve(table, scratch, flags, first: tl.int32, BLOCK_N: tl.constexpr, PRECIS
     energy = 0.0
     status = _status_at(section, BLOCK_N)
     level, ok = tl.load(status + 1), tl.load(status + 2) != 0
-    shortened = 1.0 / (tl.load(status) + level)  # what the plain gradient is multiplied by where there is no factor
+    trace = tl.load(status)  # what the plain gradient is divided by where there is no factor, λ added
+    shortened = tl.where(_is_finite(trace), 1.0 / (trace + level), float("nan"))
     for block in range(program, blocks, solvers):
         o = block * BLOCK_O + tl.arange(0, BLOCK_O)
         wanted = tl.load(row + o[None, :], (n < rows)[:, None] & (o < outputs)[None, :], other=0.0)

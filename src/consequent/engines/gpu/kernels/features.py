@@ -404,6 +404,7 @@ def _second_product(
         bias_place = bias_grad + o[:, None] + (j * 0)[None, :]
         if (ok == 0) & (is_bad == 0):
             G = tl.load(place, weight_mask, other=0.0) + tl.load(bias_place, bias_mask, other=0.0)
-            U = G * (scale / (tl.load(status) + tl.load(status + 1)))
+            trace = tl.load(status)
+            U = G * tl.where(is_finite(trace), scale / (trace + tl.load(status + 1)), float("nan"))
         tl.store(place, U, weight_mask)
         tl.store(bias_place, U, bias_mask)
