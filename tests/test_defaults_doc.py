@@ -20,6 +20,7 @@ README = " ".join((ROOT / "README.md").read_text().split())
 DAMPING = f"relative {DEFAULT.value:g}"
 BOUNDED = f"{DAMPING}, bound {BOUND:g}"
 RATES = {name: contestant.advised for name, contestant in CONTESTANTS.items()}
+CSGD_RATES = CONTESTANTS["c-sgd"].rates
 OF_SGD = ("c-sgd", "c-momentum", "c-nesterov")
 
 
@@ -199,6 +200,39 @@ def test_what_is_said_of_learning_rates(judge):
     assert said == [
         judge.tuned_rate("autoencoder", name, damping) for name, damping in (("sgd", ""), ("c-sgd", DAMPING))
     ]
+
+
+def test_what_is_said_of_rates_with_the_bound_on(judge):
+    (listed,) = re.findall(r"the eight tasks that take the least time \((.*?);", PROSE)
+    tasks = re.findall(r"`([a-z-]+)`", listed)
+    assert len(tasks) == 8
+
+    def tuned(task, damping):
+        rate = judge.results.best_rate(study.FULL, task, "c-sgd", damping)
+        return rate, judge.results.records[study.Run(task, "c-sgd", damping, rate, study.TUNING_SEED, 0)]["final"]
+
+    moved = {task: (tuned(task, DAMPING)[0], tuned(task, BOUNDED)[0]) for task in tasks}
+    moved = {task: rates for task, rates in moved.items() if rates[0] != rates[1]}
+    assert numbers(r"stays the same on (\d) of 8 tasks") == [8 - len(moved)]
+    assert moved == {"table-classes": (0.3, 1.0), "digits-deep-mlp": (1.0, 0.3)}
+    assert "0.3 → 1 (`table-classes`) and 1 → 0.3 (`digits-deep-mlp`)" in PROSE
+
+    def means(damping):
+        verdicts = [judge.verdict("c-sgd", damping, rate, [study.TUNING_SEED], tasks) for rate in CSGD_RATES]
+        assert not any(verdict.missing for verdict in verdicts)
+        return [verdict.mean for verdict in verdicts]
+
+    free, bounded = means(DAMPING), means(BOUNDED)
+    said = numbers(r"have verdicts of (\S+), (\S+) and (\S+) without the bound and of (\S+), (\S+) and (\S+) with it")
+    assert said == [rounded(mean) for mean in (*free[-3:], *bounded[-3:])]
+    assert bounded.index(min(bounded)) == CSGD_RATES.index(0.3)
+    assert all(abs(one / other - 1) < 0.01 for one, other in zip(bounded[:-3], free[:-3], strict=True))
+    costs = {task: tuned(task, BOUNDED)[1] / tuned(task, DAMPING)[1] for task in tasks}
+    said = numbers(
+        r"(\S+) times as high with it on `digits-cnn` and (\S+) times on .*?, and (\S+) to (\S+) times on the o"
+    )
+    dearest = [rounded(costs.pop(task), 1) for task in ("digits-cnn", "digits-deep-mlp")]
+    assert said == [*dearest, rounded(min(costs.values())), rounded(max(costs.values()))]
 
 
 def test_the_readmes_rates_are_those_of_the_study(judge):

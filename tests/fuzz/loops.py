@@ -28,6 +28,18 @@ class Zero:
 
 
 @dataclass
+class Freeze:
+    """From now on a parameter is trained, or not; after its gradient was thrown away."""
+
+    name: str
+    is_trained: bool
+
+    def do(self, side, net):
+        side.zero("none")
+        side.freeze(self.name, self.is_trained)
+
+
+@dataclass
 class Pass:
     """A forward pass, and backward passes through it."""
 
@@ -188,10 +200,10 @@ def loss_of(outputs, seed, mask):
 # ---- loops ----------------------------------------------------------------------------------------------------------
 
 
-def make_loop(rng, net, damping, dtype):
+def make_loop(rng, net, damping, dtype, steps=None):
     """A list of actions, each step of which begins with Zero where that is needed."""
     actions = []
-    for step in range(rng.choice([1, 1, 2, 3])):
+    for step in range(steps or rng.choice([1, 1, 2, 3])):
         body = body_of_a_step(rng, net, damping, dtype)
         if step > 0 or rng.random() < 0.3:
             body = [Zero(rng.choice(["none", "zeros", "model", "by hand"])), *body]
@@ -199,6 +211,23 @@ def make_loop(rng, net, damping, dtype):
             body = [*body[:1] * (step > 0), make_pass(rng, net), Zero(rng.choice(["none", "zeros"])), *body]
         actions.append(Step(tuple(body), closure=rng.random() < 0.15))
     return actions
+
+
+def freeze_for_a_while(rng, net, actions):
+    """Let one parameter of a layer, whose other one is trained, be frozen in a step and trained again in a later one.
+
+    Penalties are left alone, which may be all that a backward pass is for.
+    """
+    names = {p: name for name, p in net.model.named_parameters() if p.requires_grad}
+    layers = [layer for layer in layers_of(net.model) if layer.weight in names and layer.bias in names]
+    if not layers or len(actions) < 2 or any(getattr(i, "penalties", ()) for action in actions for i in action.body):
+        return
+    layer = rng.choice(layers)
+    name = names[layer.weight if rng.random() < 0.5 else layer.bias]
+    when = sorted(rng.choices(range(1, len(actions) + 1), k=2))  # the last of them: never
+    for place, is_trained in zip(when, (False, True), strict=True):
+        if place < len(actions):
+            actions[place].body = (Freeze(name, is_trained), *actions[place].body)
 
 
 def body_of_a_step(rng, net, damping, dtype):
@@ -233,6 +262,9 @@ def body_of_a_step(rng, net, damping, dtype):
     if edited:
         amounts = [1e-2, 0.1] if dtype == torch.float32 else [1e-6, 1e-4, 1e-2, 0.1]
         body.append(Edit(rng.choice(["clip", "entry"]), rng.choice(amounts)))
+        for action in body:
+            if isinstance(action, Pass):
+                action.only = None  # zeros that are edited without a pass for them look like what was before
     elif roll < 0.2:
         body.append(Clip(rng.choice([1e-3, 0.1, 1.0, 100.0]), by_layer=rng.random() < 0.3))
     elif roll < 0.3:

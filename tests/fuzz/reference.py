@@ -53,6 +53,25 @@ class Expected:
     condition: float = 1.0  # of XᵀX + λI
 
 
+@dataclass(eq=False)
+class Average:
+    """The second moments of a weight's inputs, over steps."""
+
+    has_weight: bool  # otherwise its columns are those of
+    biases: list
+    moments: list  # one matrix per group
+    rows: float  # that have gone into it
+    age: int = 0  # in how many steps it was used
+
+    def moment_for(self, biases, group):
+        """Without the columns of layers that are not called."""
+        moment = self.moments[group]
+        features = len(moment) - len(self.biases)
+        place = {bias: features + number for number, bias in enumerate(self.biases)}
+        kept = [*range(features), *(place[bias] for bias in biases)]
+        return moment[kept][:, kept]
+
+
 @dataclass
 class Watch:
     """What happens in the copy."""
@@ -126,19 +145,23 @@ def input_matrices(layer, x):
 class Reference:
     """One side of a run: what every action should do to the gradients."""
 
-    def __init__(self, net, mode, damping, loss_reduction):
-        """The damping is λ, or a pair ("relative", ρ)."""
+    def __init__(self, net, mode, damping, loss_reduction, averaging=(0.0, 1)):
+        """The damping is λ, or a pair ("relative", ρ); the averaging is β and T."""
         self.model = copy.deepcopy(net.model).double()
         self.dtype = torch.float64
         self.mode, self.damping, self.loss_reduction = mode, damping, loss_reduction
+        self.averaging, self.averages = averaging, {}
         self.watch = Watch(self.model, net.is_unbatched)
         for module in self.model.modules():
             module.__class__ = watched_class(type(module), self.watch)
-        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.names = {p: name for name, p in self.trained.items()}
+        self.note_trained()
         self.pending = []
         self.must_warn = False  # of an edit that is no factor
         self.forget()
+
+    def note_trained(self):
+        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.names = {p: name for name, p in self.trained.items()}
 
     # ---- what the actions do ----------------------------------------------------------------------------------------
 
@@ -147,6 +170,7 @@ class Reference:
         self.grads = {}  # in the mode "step" the plain ones
         self.passes = []  # the entries of each
         self.is_edited = False
+        self.is_written_to = False  # since the last backward pass
         self.penalised = set()  # names of parameters that are in .grad by another way than a layer's call, too
         self.facts = {}  # by the weight: size of the solutions and condition, in the mode "backward"
         for call in self.watch.calls:
@@ -157,6 +181,10 @@ class Reference:
         self.forget()
         self.grads = zeros  # which may be edited
 
+    def freeze(self, name, is_trained):
+        dict(self.model.named_parameters())[name].requires_grad_(is_trained)
+        self.note_trained()
+
     def use_checkpoints(self, kind):
         """The mathematics are the same without."""
 
@@ -166,6 +194,7 @@ class Reference:
         self.pending.clear()
 
     def backward(self, loss, retain_graph=False, only=None):
+        self.forget_zeros()
         calls = [call for call in self.watch.calls if self.is_wanted(call.layer, only)]
         trained = {name: p for name, p in self.trained.items() if only is None or name in only}
         wanted = [*(call.probe for call in calls), *trained.values()]
@@ -213,6 +242,7 @@ class Reference:
             ):
                 call.output_grads = [factor * rows for rows in call.output_grads]
         self.facts = {n: (abs(factor) * s if n in names else s, c) for n, (s, c) in self.facts.items()}
+        self.is_written_to = True
 
     def clip(self, limit, names=None):
         names = self.grads.keys() if names is None else [name for name in names if name in self.grads]
@@ -223,6 +253,15 @@ class Reference:
         """Somebody writes to .grad."""
         before, self.is_edited = self.grads, True
         self.grads = {name: change(name, grad.clone()) for name, grad in before.items()}
+        self.is_written_to = True
+
+    def forget_zeros(self):
+        """Zeros that were written are taken for ``zero_grad(set_to_none=False)``: what made them no longer counts."""
+        for call in self.watch.calls if self.is_written_to else ():
+            names = [self.names[p] for p in call.layer.parameters(recurse=False) if p in self.names]
+            if not any(self.grads[name].any() for name in names if name in self.grads):
+                call.output_grads = None
+        self.is_written_to = False
 
     def load(self, state):
         with torch.no_grad():
@@ -241,6 +280,7 @@ class Reference:
                 size = max(norm_of(grads), 1e-4 * sum(size for size, _ in facts), 1e-8 * norm_of(self.grads))
                 result.append(Expected(grads, size, max(condition for _, condition in facts)))
             return result
+        self.forget_zeros()
         used = [(call, call.output_grads) for call in self.watch.calls if call.output_grads is not None]
         return self.corrected(used, self.grads, self.divisor(self.groups()), self.is_edited)
 
@@ -265,6 +305,7 @@ class Reference:
 
     def joined(self):
         """The names of the parameters that are solved for together, and each of the others by itself."""
+        known = {p: name for name, p in self.model.named_parameters()}  # whether they are trained now or not
         owners = {}
         for module in self.model.modules():
             if isinstance(module, LAYERS):
@@ -272,9 +313,9 @@ class Reference:
         together = []
         for weight, layers in owners.items():
             parameters = [weight, *(layer.bias for layer in layers if layer.bias is not None)]
-            together.append(list(dict.fromkeys(self.names[p] for p in parameters if p in self.names)))
+            together.append(list(dict.fromkeys(known[p] for p in parameters)))
         taken = {name for names in together for name in names}
-        return [names for names in together if names] + [[name] for name in self.trained if name not in taken]
+        return together + [[name] for name in known.values() if name not in taken]
 
     def corrected(self, used, plain, divisor, edited):
         """``U + R``, or of an edited gradient its own correction.
@@ -295,13 +336,17 @@ class Reference:
             if not names:
                 continue
             explained, solved, piece, terms = [], [], Expected({}), 0.0
-            is_shortened = edited and self.is_shortened(weight, biases, uses, plain)
+            average = self.updated_average(weight, biases, uses)
+            is_shortened = average is None and edited and self.is_shortened(weight, biases, uses, plain)
             self.must_warn |= is_shortened
             for group in range(getattr(uses[0][0].layer, "groups", 1)):
                 X = torch.cat([self.design(call, group, biases) for call, _ in uses])
                 dZ = torch.cat([rows[group] for _, rows in uses])
-                level = self.level(X)
-                S = X.T @ X + level * torch.eye(X.shape[1], dtype=X.dtype)
+                moment, rows = X.T @ X, len(X)
+                if average is not None:
+                    moment, rows = len(X) * average.moment_for(biases, group), max(round(average.rows), 1)
+                level = self.level(moment, rows)
+                S = moment + level * torch.eye(len(moment), dtype=X.dtype)
                 G = self.matrix(weight, biases, group, len(dZ.T), plain) if edited else dZ.T @ X
                 explained.append(G)
                 if is_shortened:  # the rows do not explain it, and there are too few of them to solve with the moment
@@ -310,7 +355,8 @@ class Reference:
                     solved.append(divisor * torch.linalg.solve(S, G.T).T)
                 terms += float(dZ.norm() * X.norm()) + float(G.norm())
                 values = torch.linalg.eigvalsh(S)
-                piece.condition = max(piece.condition, float(values[-1] / values[0]))
+                least = max(float(values[0]), torch.finfo(S.dtype).eps * float(values[-1]))  # below it is rounding
+                piece.condition = max(piece.condition, float(values[-1]) / least)
                 piece.size += abs(divisor) * float(dZ.norm()) / (2 * level**0.5)
             explained = dict(zip(names, self.split(torch.cat(explained), weight, biases), strict=True))
             solved = dict(zip(names, self.split(torch.cat(solved), weight, biases), strict=True))
@@ -331,12 +377,45 @@ class Reference:
                 piece.size = piece.size or max(norm_of(piece.grads), 1e-8 * all_plain)
         return list(result.values())
 
-    def level(self, X):
-        """λ for a matrix of rows."""
+    def level(self, moment, rows):
+        """λ for the second moment of so many rows."""
         if not isinstance(self.damping, tuple):
             return self.damping
-        trace = float(X.square().sum())
-        return self.damping[1] * trace / min(X.shape) if trace > 0 else 1.0
+        trace = float(moment.trace())
+        return self.damping[1] * trace / min(rows, len(moment)) if trace > 0 else 1.0
+
+    def updated_average(self, weight, biases, uses):
+        """What stands for the inputs of a step, if something does: ``S ← β S + (1 − β) XXᵀ / N`` at every T-th step.
+
+        It begins with the first step that has no fewer rows than columns, and anew where something else is trained.
+
+        Args:
+            weight: whose.
+            biases: of its layers that were called.
+            uses: pairs of a call and its ΔZ.
+        """
+        beta, period = self.averaging
+        if self.mode == "backward" or (beta == 0 and period == 1):
+            return None
+        layers = [layer for layer in self.model.modules() if isinstance(layer, LAYERS) and layer.weight is weight]
+        columns = list(dict.fromkeys(layer.bias for layer in layers if layer.bias in self.names))
+        average = self.averages.pop(weight, None)
+        if average is not None and (average.has_weight, average.biases) != (weight in self.names, columns):
+            average = None
+        rows = sum(len(call.X[0]) for call, _ in uses)
+        if average is None and rows < len(self.design(uses[0][0], 0, biases).T):
+            return None
+        if average is None or average.age == period:
+            groups = range(getattr(uses[0][0].layer, "groups", 1))
+            X = [torch.cat([self.design(call, group, columns) for call, _ in uses]) for group in groups]
+            moments, total = [one.T @ one / rows for one in X], rows
+            if average is not None:
+                moments = [beta * old + (1 - beta) * new for old, new in zip(average.moments, moments, strict=True)]
+                total = beta * average.rows + rows
+            average = Average(weight in self.names, columns, moments, total)
+        average.age += 1
+        self.averages[weight] = average
+        return average
 
     def is_shortened(self, weight, biases, uses, plain):
         """Whether an edited gradient is no multiple of ``ΔZᵀX``, and solved for by samples."""

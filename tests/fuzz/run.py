@@ -9,11 +9,13 @@ import torch
 from reference import damping_options
 
 import consequent
-from fuzz.loops import REDUCTIONS, describe, is_edited, make_loop
+from fuzz.loops import REDUCTIONS, describe, freeze_for_a_while, is_edited, make_loop
 from fuzz.nets import make_net, sees_the_sample
 from fuzz.reference import Reference
 
 LR = 0.01
+AVERAGED = 0.4  # how often moments are averaged over steps
+FROZEN = 0.2  # how often something is frozen for a while
 SAYS_EDITED = re.compile("inputs explain|edited")
 
 
@@ -28,12 +30,12 @@ class IllegalError(Exception):
 class Library:
     """One side of a run: the model that is trained, by an optimiser that the library is attached to."""
 
-    def __init__(self, net, dtype, mode, damping, loss_reduction):
+    def __init__(self, net, dtype, mode, damping, loss_reduction, averaging=(0.0, 1)):
         self.model, self.dtype, self.mode = net.model.to(dtype), dtype, mode
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
         options = {"at": mode} if mode == "backward" else {}
         if mode != "plain":
-            options |= damping_options(damping)
+            options |= damping_options(damping) | dict(zip(("averaging", "refresh"), averaging, strict=True))
             consequent.attach(self.optimizer, self.model, loss_reduction=loss_reduction, **options)
         self.pending = []
         self.joined = None  # filled in by the run: names of the parameters that belong together
@@ -47,13 +49,17 @@ class Library:
         else:
             self.optimizer.zero_grad(set_to_none=how == "none")
 
+    def freeze(self, name, is_trained):
+        self.model.get_parameter(name).requires_grad_(is_trained)
+
     def use_checkpoints(self, kind):
         if self.mode == "backward" and kind == "reentrant":
             kind = "saved"  # every reentrant segment is a backward pass of its own there, and corrected by itself
         self.model.checkpoint = kind
 
     def backward(self, loss, retain_graph=False, only=None):
-        inputs = None if only is None else [p for name, p in self.model.named_parameters() if name in only]
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        inputs = None if only is None else [p for name, p in trained.items() if name in only]
         loss.backward(retain_graph=retain_graph, inputs=inputs)
 
     def ask_for_gradients(self, loss, of):
@@ -98,7 +104,12 @@ class Case:
         if rng.random() < 0.5:
             self.damping = ("relative", self.damping)
         self.reduction = rng.choices(list(REDUCTIONS), weights=[7, 1, 1, 1])[0]
-        self.actions = make_loop(rng, self.net, self.damping, self.dtype)
+        self.averaging, steps = (0.0, 1), None
+        if mode == "step" and rng.random() < AVERAGED:
+            self.averaging, steps = rng.choice([(0.0, 2), (0.0, 3), (0.5, 1), (0.9, 1), (0.5, 2), (0.9, 3)]), 5
+        self.actions = make_loop(rng, self.net, self.damping, self.dtype, steps)
+        if rng.random() < FROZEN:
+            freeze_for_a_while(rng, self.net, self.actions)
 
     @property
     def loss_reduction(self):
@@ -113,7 +124,8 @@ class Case:
     def __str__(self):
         return (
             f"seed {self.seed}, at={self.mode!r}, {self.dtype}, {damping_options(self.damping)}, "
-            f"loss_reduction={self.reduction}\n{self.net}\nactions:\n{describe(self.actions)}"
+            f"loss_reduction={self.reduction}, averaging and refresh {self.averaging}\n"
+            f"{self.net}\nactions:\n{describe(self.actions)}"
         )
 
 
@@ -160,8 +172,8 @@ def play(case):
     Returns:
         whether the library had to warn of an edited gradient.
     """
-    reference = Reference(case.net, case.mode, case.damping, case.loss_reduction)
-    library = Library(case.net, case.dtype, case.mode, case.damping, case.loss_reduction)
+    reference = Reference(case.net, case.mode, case.damping, case.loss_reduction, case.averaging)
+    library = Library(case.net, case.dtype, case.mode, case.damping, case.loss_reduction, case.averaging)
     library.joined = reference.joined
     for number, step in enumerate(case.actions):
         before = {name: p.detach().double().clone() for name, p in library.model.named_parameters()}

@@ -71,6 +71,8 @@ def changes(case):
             for name, value in DEFAULTS.items():
                 if isinstance(action, loops.Pass) and getattr(action, name) != value:
                     yield lambda case, s=s, a=a, n=name, v=value: setattr(case.actions[s].body[a], n, v)
+    if case.averaging != (0.0, 1):
+        yield lambda case: setattr(case, "averaging", (0.0, 1))
     if case.reduction != "sum":
         yield lambda case: setattr(case, "reduction", "sum")
     if any(not p.requires_grad for p in case.net.model.parameters()):

@@ -9,7 +9,7 @@ import torch
 
 import consequent
 from fuzz.gradient_penalty import check_gradient_penalty
-from fuzz.run import run
+from fuzz.run import Case, run
 
 CHUNK = 50  # seeds in a test
 MODES = pytest.mark.parametrize("mode", ["step", "backward"])
@@ -63,10 +63,34 @@ def test_a_fault_is_found(monkeypatch, fault, mode):
         return None if spoil is None else attach(optimizer, model, **spoil(options))
 
     monkeypatch.setattr(consequent, "attach", spoiled)
+    assert failures(range(20), mode) >= 12  # in some of them all gradients are zero
+
+
+FAULTS_OF_AVERAGES = {
+    "none": {"averaging": 0.0, "refresh": 1},
+    "a slower one": {"averaging": 0.91},
+    "a rarer one": {"refresh": 4},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_AVERAGES)
+def test_a_fault_of_averages_is_found(monkeypatch, fault):
+    """Where layers have more rows than columns, at more than one step."""
+    seeds = [seed for seed in range(60) if Case(seed, "step").averaging == (0.9, 1)]
+    assert len(seeds) > 2
+    attach = consequent.attach
+    monkeypatch.setattr(
+        consequent, "attach", lambda o, m, **options: attach(o, m, **(options | FAULTS_OF_AVERAGES[fault]))
+    )
+    assert failures(seeds, "step") > len(seeds) / 2
+
+
+def failures(seeds, mode):
+    """How many of the seeds fail."""
     found = 0
-    for seed in range(20):
+    for seed in seeds:
         try:
             run(seed, mode)
         except AssertionError:
             found += 1
-    assert found >= 12  # in some of them all gradients are zero
+    return found

@@ -11,7 +11,7 @@ from integrations import plain
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from consequent.integrations.transformers import ConsequentialismCallback  # noqa: E402
+from consequent.integrations.transformers import AVERAGES, ConsequentialismCallback  # noqa: E402
 
 
 class Model(nn.Module):
@@ -122,6 +122,30 @@ def test_a_resumed_training_gives_the_same_weights(how, tmp_path):
     resumed = train(tmp_path / "again", resume=str(tmp_path / "whole" / "checkpoint-3"))
     plain.check_has_learned(resumed.model)
     plain.check_equal(resumed, expected)
+
+
+@pytest.mark.parametrize("stops_at", [3, 4])
+def test_averages_go_on_where_a_checkpoint_left_them(stops_at, tmp_path):
+    """Before a refresh and after one; without them in the checkpoint the weights are others."""
+
+    def train(folder, resume=None):
+        model = Model()
+        callback = ConsequentialismCallback(damping=plain.DAMPING, averaging=0.9, refresh=3)
+        options = {"epochs": 2, "save_strategy": "steps", "save_steps": stops_at}
+        training = trainer(model, [callback], 4, folder, **options)
+        training.train(resume)
+        assert not any(AVERAGES in group for group in training.optimizer.param_groups)
+        return model
+
+    expected = train(tmp_path / "whole")
+    checkpoint = tmp_path / "whole" / f"checkpoint-{stops_at}"
+    plain.check_equal(train(tmp_path / "again", resume=str(checkpoint)), expected)
+    saved = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+    del saved["param_groups"][0][AVERAGES]
+    torch.save(saved, checkpoint / "optimizer.pt")
+    without = train(tmp_path / "without", resume=str(checkpoint))
+    pairs = zip(without.parameters(), expected.parameters(), strict=True)
+    assert any(not torch.equal(one, other) for one, other in pairs)
 
 
 def test_both_dampings_are_refused_at_once():

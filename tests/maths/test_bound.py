@@ -118,6 +118,28 @@ def test_a_device_that_is_not_waited_for_does_the_same(kind, monkeypatch):
     assert other.counters.bounded == correction.counters.bounded > 0
 
 
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.filterwarnings("ignore:NaN or inf")
+def test_what_is_not_applied_is_not_counted(waits, monkeypatch):
+    """The last layer's gradient is NaN, the first one's is finite and too long."""
+    if not waits:
+        monkeypatch.setattr(engine, "answers_at_once", lambda tensor: False)
+    model, inputs = network("dense, few rows")
+    optimizer = torch.optim.SGD(model.parameters(), lr=100.0)
+    correction = consequent.attach(optimizer, model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for is_bad in (True, False):
+        optimizer.zero_grad()
+        half_squares(model(inputs)).backward()
+        if is_bad:
+            model[2].weight.grad[0, 0] = math.nan
+        optimizer.step()
+        assert correction.counters.skipped == 1
+        assert correction.counters.bounded == (0 if is_bad else 2)
+        moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+        assert not any(moved) if is_bad else all(moved)
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.RMSprop])
 def test_optimisers_whose_steps_have_their_own_length_are_not_bounded(optimizer):
     model, inputs = network("dense, few rows")

@@ -177,6 +177,47 @@ def test_layers_that_share_a_weight_and_are_called_by_turns():
         torch.testing.assert_close(found, expected)
 
 
+class Chained(nn.Module):
+    """Two layers with one weight and a bias each, of which the backward pass meets the second one's first."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def updates_of_chained(*, penalty=0.0, set_to_none=True, reload_at=None):
+    """The gradients at each of six steps without the penalty's, of weights that stay; the fourth calls one layer."""
+    model, found = Chained(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    correction = consequent.attach(optimizer, model, averaging=0.5, refresh=2, damping=0.2)
+    for number, x in enumerate(batches()[:6]):
+        if number == reload_at:
+            saved = copy.deepcopy(correction.state_dict())
+            correction.detach()
+            correction = consequent.attach(optimizer, model, averaging=0.5, refresh=2, damping=0.2)
+            correction.load_state_dict(saved)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        called = model.first if number == 3 else model
+        (loss_of(called(x[:, :3])) + penalty * sum(p.square().sum() for p in called.parameters()) / 2).backward()
+        optimizer.step()
+        penalised = {p: penalty * p.detach() for p in called.parameters()}
+        found.append([0 * p if p.grad is None else p.grad - penalised.get(p, 0) for p in model.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("options", [{"penalty": 0.3}, {"set_to_none": False}, {"reload_at": 3}], ids=str)
+def test_the_order_of_biases_that_share_a_weight_does_not_matter(options):
+    """Neither to penalties, nor where one is not used, nor to a state that is saved."""
+    for one, other in zip(updates_of_chained(), updates_of_chained(**options), strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
 def test_nan_in_a_batch_does_not_get_into_the_average():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

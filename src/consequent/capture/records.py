@@ -37,6 +37,7 @@ class Record:
         was_written_to: whether somebody wrote to ``.grad`` between two backward passes.
         accumulated_on_corrected: whether a backward pass was added to a gradient that had been corrected already.
         has_output_grads: whether some ΔZ was not all zeros, as far as that was looked at.
+        was_left_zero: whether the last backward pass left all gradients zero, asked where the inputs are gone.
         keeps_inputs: whether inputs are kept to be sent to other ranks, as their moment would be more bytes.
         stands_for: the record of a sharded weight, where this one is of this rank's rows of it.
     """
@@ -51,6 +52,7 @@ class Record:
     was_written_to: bool = False
     accumulated_on_corrected: bool = False
     has_output_grads: bool = False
+    was_left_zero: bool = False
     keeps_inputs: bool = False
     stands_for: "Record | None" = None
 
@@ -197,7 +199,12 @@ class Record:
             )
             for use in self.uses
             if use.inputs is not None and use.output_grad is not None
-        ) or (isinstance(self.statistic, Moment) and bool(self.statistic.matrix.any()))
+        ) or (isinstance(self.statistic, Moment) and not self.was_left_zero)
+
+    @property
+    def _may_be_looked_at(self) -> bool:
+        """Whether nobody waits for it: neither this process for a GPU nor ranks for each other."""
+        return answers_at_once(self.weight) and not is_sharded(self.weight)
 
     def note_pass(self, use: Use, backward_pass: int) -> None:
         """A backward pass goes through the use; one inside of another (reentrant checkpointing) is the outer one's."""
@@ -249,6 +256,8 @@ class Record:
         self.accumulated = [(parameter, GradMark(parameter.grad)) for parameter in self.members]
         if self.beside:
             self.beside.note(self.grads)
+        if isinstance(self.statistic, Moment) and not self.biases and self._may_be_looked_at:
+            self.was_left_zero = not any(is_nonzero(grad[:1]) or is_nonzero(grad) for grad in self.grads)
 
     def mark_corrected(self, parameters: Iterable[Tensor]) -> None:
         """Remember the gradients as the correction of these parameters left them."""

@@ -122,7 +122,7 @@ class Rewriter:
             bounded &= len(records) > 1  # one alone lands where it should
             records = [part for record in records if (part := self._own_part(record)) is not None]
             self.divisor = divisor = loss_divisor(loss_reduction, self.samples)
-            solved = self._solutions_of(records, divisor, bounded=bounded)
+            solved, shortened = self._solutions_of(records, divisor, bounded=bounded)
             solutions = [solution for _, its in solved for solution in its]
             fused = fused_step_of(solutions)
             finite = self._all_finite(solutions, fused)
@@ -133,6 +133,9 @@ class Rewriter:
                 return False
             if self._reports.check:
                 self._refuse_failure_elsewhere(solutions)
+            for count in shortened:
+                is_taken = finite.to(count.device) if isinstance(finite, Tensor) and isinstance(count, Tensor) else 1
+                self._reports.add("bounded", count * is_taken)
             for solution in solutions:
                 name = self._name(solution.record)
                 if not isinstance(solution, KernelSolution):  # which count on the device
@@ -183,8 +186,8 @@ class Rewriter:
 
     def _solutions_of(
         self, records: list[Record], divisor: float, *, bounded: bool
-    ) -> list[tuple[Engine, list[Solution]]]:
-        """Each engine, and what it has found."""
+    ) -> tuple[list[tuple[Engine, list[Solution]]], list[int | Tensor]]:
+        """Each engine, and what it has found; and how many of that were shortened, as :func:`shorten` says it."""
         works = []
         of_groups: dict[int, tuple[Damping, float | None]] = {}  # λ and the bound's limit, by the group's id
         for record in records:
@@ -210,9 +213,7 @@ class Rewriter:
             for solution in its
             if solution.change is not None and (work := by_record[solution.record]).limit is not None
         ]
-        for count in shorten(cases):
-            self._reports.add("bounded", count)
-        return solved
+        return solved, shorten(cases)
 
     def _limit(self, parameter: Tensor, divisor: float) -> float | None:
         """How large a change of its layer's outputs may be, in units of the gradient before the divisor."""

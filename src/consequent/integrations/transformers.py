@@ -17,13 +17,14 @@ __all__ = ["ConsequentialismCallback"]
 
 
 LOST = "options_that_a_checkpoint_cannot_hold"
+AVERAGES = "consequent_averages"  # in the first parameter group of the optimiser's state, which the Trainer saves
 
 
 class ConsequentialismCallback(TrainerCallback, ExportableState):
     """Makes the optimiser of a ``transformers.Trainer`` consequentialist while ``Trainer.train`` runs.
 
     Its counters are saved in the Trainer's checkpoints, and go on from there when a training is resumed; its settings
-    are those of the script that resumes it.
+    are those of the script that resumes it. What ``averaging`` and ``refresh`` keep is in the optimiser's saved state.
 
     The Trainer tells a model what to divide its loss by (``num_items_in_batch``: the samples or tokens of all
     accumulated micro-batches), and with ``loss_reduction="mean"`` the correction takes the same number. (It is on the
@@ -39,8 +40,7 @@ class ConsequentialismCallback(TrainerCallback, ExportableState):
 
     Args:
         damping: λ, if it is not to be relative.
-        options: all further arguments of :class:`consequent.Consequentialism`, ``relative_damping`` among them. What
-            ``averaging`` and ``refresh`` keep is not in the Trainer's checkpoints: a resumed training begins it anew.
+        options: all further arguments of :class:`consequent.Consequentialism`, ``relative_damping`` among them.
 
     Attributes:
         correction: None before the first training; after one it is detached, and its counters can still be
@@ -58,7 +58,7 @@ class ConsequentialismCallback(TrainerCallback, ExportableState):
         self.damping = damping
         self.options = options
         self.correction: Consequentialism | None = None
-        self._hook: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
         self._items: Any = None  # num_items_in_batch of the last micro-batch
         self._micro_batches = 1  # that are accumulated
 
@@ -74,9 +74,14 @@ class ConsequentialismCallback(TrainerCallback, ExportableState):
         self.correction = attach(optimizer, model, self.damping, **options)
         saved = state.stateful_callbacks.get(type(self).__name__)
         counters = saved["attributes"]["counters"] if isinstance(saved, dict) else None  # a list if there are two of us
-        if state.global_step > 0 and counters is not None:
-            self.correction.load_state_dict({**self.correction.state_dict(), "counters": counters})
-        self._hook = model.register_forward_pre_hook(self._note_items, with_kwargs=True)
+        averages = optimizer.param_groups[0].pop(AVERAGES, None)
+        if state.global_step > 0:
+            loaded = {"counters": counters, "averages": averages}
+            known = {name: value for name, value in loaded.items() if value is not None}
+            self.correction.load_state_dict({**self.correction.state_dict(), **known})
+        self._hooks = [model.register_forward_pre_hook(self._note_items, with_kwargs=True)]
+        if self.correction.optimizer is not None:  # the Trainer may have wrapped it
+            self._hooks.append(self.correction.optimizer.register_state_dict_post_hook(self._add_averages))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Training is over."""
@@ -90,6 +95,12 @@ class ConsequentialismCallback(TrainerCallback, ExportableState):
         arguments = {"damping": self.damping, **kept, **({LOST: lost} if lost else {})}
         return {"args": arguments, "attributes": {"counters": counters}}
 
+    def _add_averages(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        assert self.correction is not None
+        averages = self.correction.state_dict().get("averages")
+        if averages is not None:
+            state["param_groups"][0][AVERAGES] = averages
+
     def _note_items(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._items = kwargs.get("num_items_in_batch")
 
@@ -102,8 +113,9 @@ class ConsequentialismCallback(TrainerCallback, ExportableState):
     def _detach(self) -> None:
         if self.correction is not None and self.correction.optimizer is not None:
             self.correction.detach()
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
 
 def _is_plain(value: Any) -> bool:

@@ -5,9 +5,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import SGD
 
 from consequent.layers import kind_of
-from consequent.maths.bound import DEFAULT as BOUND
 from consequent.options.loss_divisor import named
 from consequent.options.parameter_groups import Groups
 from consequent.reports.reports import REMEDY
@@ -44,8 +44,7 @@ def describe(
     others = [] if correction.at == "step" else [f"at={correction.at!r}"]
     if correction.averaging > 0 or correction.refresh > 1:
         others += [f"averaging={correction.averaging:g}", f"refresh={correction.refresh}"]
-    if correction.bound != BOUND:
-        others.append(f"bound={correction.bound}")
+    others.append(f"bound={correction.bound}")
     further = "".join(f", {other}" for other in others)
     lines = [f"Consequentialism({dampings}, loss_reduction={reduction!r}{further}), {where}"]
     corrected, plain = correction.corrected, correction.plain
@@ -73,6 +72,8 @@ def describe(
     lines += [line(name, reason) for name, reason in plain.items()]
     if any(getattr(layer, "bias", None) is not None for layer in corrected.values()):
         lines.append("  input columns: those of the layer's inputs, and one of ones for its bias if it has one")
+    if correction.bound is not None:
+        lines.append(f"  bound: {_bound_in_words(correction)}")
     norms = sum(isinstance(module, _BatchNorm) for module in correction.model.modules())
     if norms:
         lines.append(
@@ -89,3 +90,16 @@ def describe(
             f"({source})"
         )
     return "\n".join(lines)
+
+
+def _bound_in_words(correction: "Consequentialism") -> str:
+    """What it does, or why it does nothing."""
+    optimizer = correction.optimizer
+    if correction.at == "backward":
+        return 'off with at="backward", where the step is not known yet'
+    if optimizer is not None and not isinstance(optimizer, SGD):
+        return f"off, as it is for SGD alone: steps of {type(optimizer).__name__} may have a length of their own"
+    trained = [layer for layer in correction.corrected.values() if any(p.requires_grad for p in layer.parameters())]
+    if len({layer.weight for layer in trained}) < 2:
+        return "off where one weight alone is corrected, which lands where it should"
+    return f"one step of SGD changes a layer's outputs by at most {correction.bound:g} of the size of its inputs"

@@ -55,7 +55,7 @@ class Average:
         moment: S, ``[groups, columns, columns]``.
         rows: n, how many have gone into it.
         features: how many of the columns are the weight's,
-        biases: and whose the last ones are.
+        biases: and whose the last ones are, in the order of the last refresh.
         age: in how many steps it has been used.
         factor: of ``N S + λI``,
         of: for this N and λ.
@@ -70,8 +70,21 @@ class Average:
     of: tuple[int, Damping] | None = None
 
     def has(self, features: int, biases: Sequence[Tensor]) -> bool:
-        """Whether its columns are these features and biases."""
-        return self.features == features and list(map(id, self.biases)) == list(map(id, biases))
+        """Whether its columns are these features and biases, in any order."""
+        return self.features == features and set(map(id, self.biases)) == set(map(id, biases))
+
+    def moment_of(self, biases: Sequence[Tensor]) -> Tensor:
+        """S with the columns of these biases, in this order."""
+        if self.is_ordered_as(biases):
+            return self.moment
+        place = {bias: self.features + number for number, bias in enumerate(self.biases)}
+        index = [*range(self.features), *(place[bias] for bias in biases)]
+        columns = torch.tensor(index, device=self.moment.device)
+        return self.moment[:, columns[:, None], columns]
+
+    def is_ordered_as(self, biases: Sequence[Tensor]) -> bool:
+        """Whether its last columns are those of these biases, in this order."""
+        return list(map(id, self.biases)) == list(map(id, biases))
 
     def factor_for(self, rows: int, damping: Damping) -> InverseFactor:
         """The factor of ``N S + λI``, made anew only if it must be.
@@ -148,22 +161,23 @@ class Averages:
         if average is None or not isinstance(statistic, Moment | Idle):
             return
         average.age += 1
-        of = (statistic.uses, statistic.features, average.biases, max(round(average.rows), 1))
+        of = (statistic.uses, statistic.features, statistic.biases, max(round(average.rows), 1))
         record.statistic = Idle(*of)
-        if damping.value > 0 and len(columns_with_gradient(record)) == record.columns:
+        is_whole = average.is_ordered_as(statistic.biases) and len(columns_with_gradient(record)) == record.columns
+        if damping.value > 0 and is_whole:
             record.statistic = Factor(*of, inverse=(damping, average.factor_for(statistic.rows, damping)))
         else:  # part of the matrix, or its pseudo-inverse
-            record.statistic = Moment(*of, average.moment * statistic.rows)
+            record.statistic = Moment(*of, average.moment_of(statistic.biases) * statistic.rows)
 
     def _trained(self, weight: Tensor, present: Sequence[Tensor] = ()) -> list[Tensor]:
-        """The biases that an average has columns for: also those that a step does without.
+        """The biases that an average has columns for: those that the step has, then those that it does without.
 
         Args:
             weight: whose.
             present: those that the step has; one that was frozen at first is known by this alone.
         """
         known = [bias for bias in self._biases.get(weight, ()) if bias.requires_grad]
-        return [*known, *(bias for bias in present if not any(bias is one for one in known))]
+        return [*present, *(bias for bias in known if not any(bias is one for one in present))]
 
     def _updated(self, average: Average | None, moment: Moment) -> Average | None:
         """With the moment of a step; one that holds NaN or inf changes nothing. None if it would be the first.
@@ -176,8 +190,9 @@ class Averages:
             return average
         if average is None:
             return Average(new, moment.rows, moment.features, moment.biases)
-        blended = torch.lerp(new, average.moment, self.averaging)
-        blended = torch.where(_is_finite(average.moment), torch.where(is_finite, blended, average.moment), new)
+        old = average.moment_of(moment.biases)
+        blended = torch.lerp(new, old, self.averaging)
+        blended = torch.where(_is_finite(old), torch.where(is_finite, blended, old), new)
         return Average(blended, self.averaging * average.rows + moment.rows, moment.features, moment.biases)
 
     def average_only(self, biases: dict[Tensor, list[Tensor]]) -> None:
@@ -190,12 +205,15 @@ class Averages:
         self._biases = biases
 
     def state_dict(self, names: dict[Tensor, str]) -> dict[str, Any]:
-        """What a later run goes on from, by the names of the weights' layers."""
-        return {
-            names[weight]: {"moment": average.moment, "rows": average.rows, "age": average.age}
-            for weight, average in self._of.items()
-            if weight in names
-        }
+        """What a later run goes on from, by the names of the weights' layers; the biases in the model's order."""
+        kept = {}
+        for weight, average in self._of.items():
+            if weight in names:
+                place = {bias: number for number, bias in enumerate(self._biases[weight])}
+                in_order = sorted(average.biases, key=lambda bias: place.get(bias, len(place)))
+                moment = average.moment_of(in_order)
+                kept[names[weight]] = {"moment": moment, "rows": average.rows, "age": average.age}
+        return kept
 
     def load_state_dict(self, state: dict[str, Any], weights: dict[str, tuple[Tensor, int, int]]) -> None:
         """Go on from a state.

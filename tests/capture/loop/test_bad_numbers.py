@@ -435,3 +435,26 @@ def test_warnings_point_at_the_users_line_and_come_again_if_nothing_trains():
     assert first.filename == again.filename == __file__
     assert "layer that is not corrected" not in str(first.message)
     assert "last 10 steps were all skipped" in str(again.message)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.filterwarnings("ignore:NaN or inf")
+def test_momentum_and_decay_where_the_device_is_not_waited_for(waits, monkeypatch):
+    """As docs/reliability.md has it: a CPU's step is skipped, a GPU's is one with zero gradients."""
+    if not waits:
+        monkeypatch.setattr("consequent.engines.step.answers_at_once", lambda tensor: False)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.5)
+    correction = consequent.attach(optimizer, model)
+    inputs = torch.randn(5, 3, dtype=torch.float64)
+    for is_bad in (False, True):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        momenta = [optimizer.state[p].get("momentum_buffer", torch.zeros(())).clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        (model(inputs) * (torch.nan if is_bad else 1.0)).square().mean().backward()
+        optimizer.step()
+    assert correction.counters.skipped == 1
+    for parameter, old, momentum in zip(model.parameters(), before, momenta, strict=True):
+        expected = old if waits else old - 0.1 * (0.9 * momentum + 0.5 * old)
+        torch.testing.assert_close(parameter.detach(), expected)

@@ -82,6 +82,18 @@ def test_zeroed_through_data(kind, after):
     assert_stepped(model, before, grads)
 
 
+def test_a_gradient_that_is_zero_by_itself_counts():
+    """One call has inputs and no ΔZ, the other a ΔZ and no inputs: nothing was zeroed, and the rows stay."""
+    layer = nn.Linear(1, 1, bias=False).double()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    consequent.attach(optimizer, layer, damping=0.5, loss_reduction="sum")
+    ones, zeros = torch.ones(2, 1, dtype=torch.float64), torch.zeros(2, 1, dtype=torch.float64)
+    (0 * layer(ones).sum() + layer(zeros).sum()).backward()
+    layer(3 * ones).sum().backward()
+    optimizer.step()
+    assert layer.weight.grad.item() == pytest.approx(6 / (2 + 2 * 9 + 0.5))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("which", ["bias", "weight", "layer", "all but one layer"])
 def test_gradients_that_are_none(kind, which):
