@@ -8,6 +8,7 @@ from torch import nn
 
 from consequent.engines.gpu import beside_backward as ahead
 from consequent.engines.gpu.beside_backward import LARGE, MOST_TOGETHER, Ahead, Room
+from consequent.layers.convolution import Convolution
 from consequent.layers.linear import Linear
 from consequent.maths.damping import Damping
 
@@ -37,8 +38,8 @@ def names_of(batch):
     return [task.record.name for task in batch]
 
 
-def record(name, features=4, rows=1):
-    operation = Linear.of(nn.Linear(features, 2))
+def record(name, features=4, rows=1, *, dense=False):
+    operation = Linear.of(nn.Linear(features, 2)) if dense else Convolution.of(nn.Conv2d(features, 2, 1))
     use = SimpleNamespace(inputs=torch.zeros(rows, features), inputs_stayed=True, bias=None)
     fields = {"uses": [use], "columns": features, "rows": rows, "usual_uses": 1, "biases": []}
     return SimpleNamespace(name=name, operation=operation, **fields)
@@ -130,7 +131,7 @@ def factorised(monkeypatch):
 
     def sum_up(self, batch):
         for task in batch:
-            if task.is_factorised and task.record.columns > LARGE:
+            if task.is_factorised and not task.is_done_in_one_go:
                 self._factorise_soon(task)
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
@@ -148,6 +149,13 @@ def test_large_moments_of_one_size_are_factorised_together_whatever_their_inputs
     assert factorised == []
     waiting.join()
     assert factorised == [["a1", "a2"], ["b1", "b2"]]
+
+
+def test_moments_of_dense_layers_are_factorised_together_whatever_their_size(factorised, monkeypatch):
+    records = [record(str(rows), 5, rows, dense=True) for rows in (1, 2, 3)]
+    waiting = add_all([*records, record("image", 5)], MEBIBYTE, monkeypatch)
+    waiting.join()
+    assert factorised == [["1", "2", "3"]]
 
 
 def test_with_relative_damping_large_moments_of_other_rows_are_of_another_kind(factorised, monkeypatch):

@@ -4,13 +4,13 @@
 For every layer ``K = X Xᵀ + λI``, ``A = K⁻¹ ΔZ``, and then ``s c Aᵀ X`` in the place of the gradient, where c is the
 scalar by which what is in ``.grad`` differs from ``ΔZᵀX``: see :mod:`consequent.maths.ridge` and
 :mod:`consequent.statistics.rows`, which do the same with a few dozen torch calls per layer. A pivot that is rounding is
-raised, as in :mod:`consequent.engines.gpu.kernels.factor`.
+raised, as in :mod:`consequent.engines.gpu.kernels.factor`, which factorises K where there are more than 64 rows.
 
 ==========  ==========================================================================================================
 launch      what its programs do
 ==========  ==========================================================================================================
 ``gram``    parts of ``X Xᵀ``, and of the probes ``X v``
-``factor``  one for each layer sums the parts up and factorises K
+``factor``  one for each layer sums the parts up and factorises K, or leaves that to teams of programs
 ``solve``   A for some outputs, and their part of the probes ``ΔZ u``
 ``look``    each reads a part of the gradient G for the probes ``u G v``; the last one finds c from all probes, and how
             much shorter the step must be for the bound
@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from consequent.engines.gpu.kernels.counting import BOUNDED, EDITED, FALLEN_BACK, RESCUED, count, count_step
+from consequent.engines.gpu.kernels.factor import factor_by, plan_team
 from consequent.engines.gpu.kernels.launch import launch
 from consequent.engines.gpu.kernels.table import (
     aligned_floats_at,
@@ -44,6 +45,7 @@ from consequent.engines.gpu.kernels.table import (
     high_int,
     in_fours,
     int_pair,
+    is_finite,
     low_float,
     low_int,
     shortening,
@@ -53,6 +55,7 @@ from consequent.maths.rounding import ELIMINATION, LOST_PIVOT
 __all__ = ["MOST_ROWS", "DenseLayer", "DenseStep"]
 
 MOST_ROWS = 128
+MOST_ALONE = 64  # rows whose matrix one program factorises
 PRECISION = "tf32x3"  # of matrix products: about that of float32; "ieee" is float32 itself, without tensor cores
 
 _FIELDS = tl.constexpr(10)  # entries of the table per layer
@@ -103,15 +106,16 @@ class DenseStep:
         self._layers = layers
         self._flags = flags
         self._block_rows = max([16, *(triton.next_power_of_2(layer.inputs.shape[0]) for layer in layers)])
-        self._warps = 8 if self._block_rows > 64 else 4
+        self._warps = 8 if self._block_rows > MOST_ALONE else 4
         values, floats, self._aligned = _table_of(layers, self._block_rows)
         self._scratch = torch.empty(floats, dtype=torch.float32, device=flags.device)
+        self._inverses = self._statuses = self._scratch  # of teams
         with device_guard(flags.device):
             self._table = device_table(values, flags.device, key="dense")
 
     def used_on(self, stream: torch.cuda.Stream) -> None:
         """This stream, too, uses what was allocated here: nobody else gets it before that is over."""
-        for tensor in (self._flags, self._scratch, self._table):
+        for tensor in (self._flags, self._scratch, self._table, self._inverses, self._statuses):
             tensor.record_stream(stream)
 
     def factorise(self) -> None:
@@ -120,7 +124,12 @@ class DenseStep:
         parts = min(-(-widest // (_LEAST_BLOCKS.value * _GRAM_COLUMNS.value)), _PARTS.value)
         self._launch(_gram, parts, (), (self._block_rows, PRECISION))
         warps = 1 if self._block_rows <= 32 else None
-        self._launch(_factor, 1, (self._flags,), (self._block_rows,), warps=warps)
+        if self._block_rows <= MOST_ALONE:
+            self._launch(_factor, 1, (self._flags, self._scratch), (self._block_rows, True), warps=warps)
+            return
+        matrices = self._scratch.new_empty(len(self._layers), self._block_rows, self._block_rows)
+        self._launch(_factor, 1, (self._flags, matrices), (self._block_rows, False), warps=warps)
+        self._inverses, self._statuses = factor_by(plan_team(matrices), matrices, 0.0)
 
     def solve(self, first: int = 0, last: int | None = None) -> None:
         """The solutions, and the probes of the output gradients; after :meth:`factorise`.
@@ -132,7 +141,9 @@ class DenseStep:
         layers = self._layers[first:last]
         outputs = max(layer.weight_grad.shape[0] for layer in layers)
         solvers = min(-(-outputs // min(self._block_rows, _SOLVED.value)), _MOST_SOLVERS.value)
-        self._launch(_solve, solvers, (self._flags, first), (self._block_rows, PRECISION), layers=len(layers))
+        arguments = (self._inverses, self._statuses, self._flags, first)
+        constants = (self._block_rows, self._block_rows <= MOST_ALONE, PRECISION)
+        self._launch(_solve, solvers, arguments, constants, layers=len(layers))
 
     def look(self) -> None:
         """Find out what became of the gradients since the backward pass, which are only read; after :meth:`solve`."""
@@ -307,11 +318,6 @@ def _sign(bits, probe):
 
 
 @triton.jit
-def _is_finite(values):
-    return tl.abs(values) < float("inf")
-
-
-@triton.jit
 def _chunk(columns):
     """How many columns a part has: never so few that summing up the parts would be the greater work."""
     blocks = tl.cdiv(tl.cdiv(columns, _PARTS), _GRAM_COLUMNS)
@@ -345,9 +351,9 @@ def _gram(table, scratch, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
         tl.store(place + n[:, None] * _PROBES + probe[None, :], sums, (probe < _PROBES)[None, :])
 
 
-@triton.jit(do_not_specialize=["table", "scratch", "flags"])
-def _factor(table, scratch, flags, BLOCK_N: tl.constexpr):
-    """The factors of ``K = X Xᵀ + λI`` for one layer."""
+@triton.jit(do_not_specialize=["table", "scratch", "flags", "matrices"])
+def _factor(table, scratch, flags, matrices, BLOCK_N: tl.constexpr, ALONE: tl.constexpr):
+    """The factors of ``K = X Xᵀ + λI`` for one layer; or K itself, for others to factorise."""
     layer = tl.program_id(0)
     entry = table + layer * _FIELDS
     section = _section_of(scratch, layer, BLOCK_N)
@@ -357,7 +363,7 @@ def _factor(table, scratch, flags, BLOCK_N: tl.constexpr):
     square = n[:, None] * BLOCK_N + n[None, :]
     parts = tl.cdiv(features, _chunk(features))
     gram = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
-    if BLOCK_N <= 64:
+    if ALONE:
         for part in tl.static_range(_PARTS):  # all are on their way at once
             there = n[:, None] < tl.where(part < parts, BLOCK_N, 0)
             gram += tl.load(section + part * BLOCK_N * BLOCK_N + square, mask=there, other=0.0)
@@ -373,19 +379,22 @@ def _factor(table, scratch, flags, BLOCK_N: tl.constexpr):
     relative = tl.where(trace > 0, damping * trace, 1.0)
     level = tl.where((high_int(more) != 0) & (damping > 0), relative, damping)
     K = gram + tl.where(on_diagonal, tl.where((n < rows)[:, None], level, 1.0), 0.0)
-    V, pivots, ok, raised = _factorised(K, BLOCK_N)
-    factor = _factor_at(section, BLOCK_N)
-    tl.store(factor + square, V)
-    tl.store(factor + BLOCK_N * BLOCK_N + n, pivots)
     status = _status_at(section, BLOCK_N)
     tl.store(status, trace)
     tl.store(status + 1, level)
-    tl.store(status + 2, ok.to(tl.float32))
     tl.store(status + 3, 1.0)  # unless somebody looks
     tl.store(status + 4, 0.0)
     tl.store(status + 5, 1.0)
-    tl.store(status + 6, raised.to(tl.float32))
-    if _is_finite(trace) == 0:
+    if ALONE:
+        V, pivots, ok, raised = _factorised(K, BLOCK_N)
+        factor = _factor_at(section, BLOCK_N)
+        tl.store(factor + square, V)
+        tl.store(factor + BLOCK_N * BLOCK_N + n, pivots)
+        tl.store(status + 2, ok.to(tl.float32))
+        tl.store(status + 6, raised.to(tl.float32))
+    else:
+        tl.store(matrices + layer * BLOCK_N * BLOCK_N + square, K)
+    if is_finite(trace) == 0:
         tl.store(flags, 1)
 
 
@@ -411,7 +420,7 @@ def _factorised(K, BLOCK_N: tl.constexpr):
         for k in range(BLOCK_N):
             M, found = _eliminated(M, found, wholes, k, BLOCK_N)
     is_low = found < wholes * _FLOOR
-    ok = tl.min(((found > -_LOST * wholes) & _is_finite(found)).to(tl.int32), 0) == 1
+    ok = tl.min(((found > -_LOST * wholes) & is_finite(found)).to(tl.int32), 0) == 1
     V = tl.where(n[:, None] > n[None, :], M, tl.where(n[:, None] == n[None, :], 1.0, 0.0))
     return V, tl.where(is_low, wholes, found), ok, tl.sum(is_low.to(tl.int32), 0)
 
@@ -429,14 +438,24 @@ def _eliminated(M, found, wholes, k, BLOCK_N: tl.constexpr):
     return tl.where((n > k)[:, None], left - multipliers * row, M), tl.where(n == k, pivot, found)
 
 
-@triton.jit(do_not_specialize=["table", "scratch", "flags", "first"])
-def _solve(table, scratch, flags, first: tl.int32, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+@triton.jit(do_not_specialize=["table", "scratch", "inverses", "statuses", "flags", "first"])
+def _solve(
+    table,
+    scratch,
+    inverses,
+    statuses,
+    flags,
+    first: tl.int32,
+    BLOCK_N: tl.constexpr,
+    ALONE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """``A = K⁻¹ ΔZ`` for some of the outputs, stored output by output, and their part of the probes ``ΔZ u``."""
     layer, program = first + tl.program_id(0), tl.program_id(1)
     entry = table + layer * _FIELDS
     outputs = low_int(tl.load(entry + 5))
     BLOCK_O: tl.constexpr = min(BLOCK_N, _SOLVED)
-    SLICE: tl.constexpr = BLOCK_N if BLOCK_N <= 64 else 32  # rows of V in shared memory at once
+    SLICE: tl.constexpr = BLOCK_N if ALONE else 32  # rows of V in shared memory at once
     blocks = tl.cdiv(outputs, BLOCK_O)
     solvers = tl.minimum(blocks, _MOST_SOLVERS)
     if program >= solvers:
@@ -447,14 +466,23 @@ def _solve(table, scratch, flags, first: tl.int32, BLOCK_N: tl.constexpr, PRECIS
     n = tl.arange(0, BLOCK_N)
     row = floats_at(tl.load(entry + 1)) + n[:, None].to(tl.int64) * low_int(tl.load(entry + 6))
     factor = _factor_at(section, BLOCK_N)
+    if ALONE == 0:
+        factor = inverses + layer * BLOCK_N * BLOCK_N
     probe = tl.arange(0, 16)
     sums = tl.zeros((BLOCK_N, 16), tl.float32)
     infinite = 0
     energy = 0.0
     status = _status_at(section, BLOCK_N)
-    level, ok = tl.load(status + 1), tl.load(status + 2) != 0
+    level = tl.load(status + 1)
+    if ALONE:
+        ok = tl.load(status + 2) != 0
+    else:
+        ok = tl.load(statuses + layer * 4 + 2) != 0
+        if program == 0:
+            tl.store(status + 2, ok.to(tl.float32))
+            tl.store(status + 6, tl.load(statuses + layer * 4 + 3))
     trace = tl.load(status)  # what the plain gradient is divided by where there is no factor, λ added
-    shortened = tl.where(_is_finite(trace), 1.0 / (trace + level), float("nan"))
+    shortened = tl.where(is_finite(trace), 1.0 / (trace + level), float("nan"))
     for block in range(program, blocks, solvers):
         o = block * BLOCK_O + tl.arange(0, BLOCK_O)
         wanted = tl.load(row + o[None, :], (n < rows)[:, None] & (o < outputs)[None, :], other=0.0)
@@ -463,13 +491,14 @@ def _solve(table, scratch, flags, first: tl.int32, BLOCK_N: tl.constexpr, PRECIS
             i = start + tl.arange(0, SLICE)
             V = tl.load(factor + i[:, None] * BLOCK_N + n[None, :])
             halfway = tl.dot(V, wanted, input_precision=PRECISION)
-            halfway = halfway / tl.load(factor + BLOCK_N * BLOCK_N + i)[:, None]
+            if ALONE:
+                halfway = halfway / tl.load(factor + BLOCK_N * BLOCK_N + i)[:, None]
             A = tl.dot(tl.trans(V), halfway, A, input_precision=PRECISION)
         A = tl.where(ok, A, wanted * shortened)
         tl.store(solution + o[None, :].to(tl.int64) * BLOCK_N + n[:, None], A, (o < outputs)[None, :])
         signs = _sign(_random_bits(o, 1)[:, None], probe[None, :])
         sums = tl.dot(wanted, signs, sums, input_precision=PRECISION)
-        infinite += tl.sum(tl.sum((_is_finite(A) == 0).to(tl.int32), 1), 0)
+        infinite += tl.sum(tl.sum((is_finite(A) == 0).to(tl.int32), 1), 0)
         energy += tl.sum(tl.sum(wanted * (wanted - level * A), 1), 0)
     tl.store(_energies_at(section, BLOCK_N) + program, energy)
     place = _left_at(section, BLOCK_N) + program * BLOCK_N * _PROBES
