@@ -31,6 +31,7 @@ from consequent.engines.gpu.beside_backward import Ahead
 from consequent.engines.gpu.by_kernels import FusedStep, fits_dense_kernel
 from consequent.engines.gpu.many_rows import RowGroup, RowLayer, factorise_rows
 from consequent.engines.gpu.streams import Fork, side_stream, switched_to
+from consequent.layers import Operation
 from consequent.maths.damping import Damping
 from consequent.maths.precision import in_full_precision, without_autocast
 from consequent.ranks.process_group import several_are_running
@@ -91,6 +92,7 @@ class AfterPass:
         self._solved = solved
         self._ahead = Ahead() if ahead is None else ahead
         self._records: dict[int, Record] = {}  # by the weight's id: whose recordings they are
+        self._ordinary: dict[int, tuple[Tensor, Operation, Tensor | None, bool]] = {}  # likewise
         self._hooked: dict[int, int] = {}  # by the weight's id: when to look again, or -1 for hooks on its accumulator
         self._passes: dict[int, _Pass] = {}
         self._lock = threading.Lock()  # each GPU has a thread of its own in a backward pass
@@ -106,24 +108,29 @@ class AfterPass:
         if len(gathered.products) != 1 or gathered.arrived or gathered.transposed is not None or damping.value == 0:
             return False
         use, inputs, output_grad = gathered.products[0]
-        if inputs is None or not kernels.run_on(output_grad.device) or torch.is_grad_enabled():
+        if inputs is None or use.rows == 0 or not self._is_ordinary(use) or torch.is_grad_enabled():
             return False
-        held = [use.weight] if use.bias is None else [use.weight, use.bias]
-        if len(accumulators) != len(held) or use.operation.is_sparse or use.rows == 0 or inputs.numel() == 0:
+        has_bias = use.bias is not None
+        if len(accumulators) != 1 + has_bias or inputs.numel() == 0:
             return False
-        if use.operation.groups > 1 or use.operation.is_transposed or use.operation.outputs != len(use.weight):
-            return False  # the kernels want a row of the weight for each output
-        if any(p.dtype != torch.float32 or not _is_dense(p) for p in held):
+        if use.rows < use.features + has_bias and not (
+            use.operation.is_dense and inputs.dtype == output_grad.dtype == torch.float32
+        ):
             return False
-        if torch.is_anomaly_enabled() or several_are_running():
+        if self._passes.get(backward_pass_id()) is None and (torch.is_anomaly_enabled() or several_are_running()):
             return False
-        is_on_sample_side = use.rows < use.features + len(held) - 1
-        if is_on_sample_side and not (use.operation.is_dense and inputs.dtype == output_grad.dtype == torch.float32):
+        if not comes_in_time(use.weight, accumulators[0]):
             return False
-        for parameter, node in zip(held, accumulators, strict=True):
-            if not comes_in_time(parameter, node):
-                return False
+        if use.bias is not None and not comes_in_time(use.bias, accumulators[1]):
+            return False
         return not self._is_hooked(use.weight, accumulators[0])
+
+    def _is_ordinary(self, use: Use) -> bool:
+        """Whether the kernels take such a layer; found out once."""
+        known = self._ordinary.get(id(use.weight))
+        if known is None or known[0] is not use.weight or known[1] is not use.operation or known[2] is not use.bias:
+            known = self._ordinary[id(use.weight)] = (use.weight, use.operation, use.bias, _is_ordinary(use))
+        return known[3]
 
     def _is_hooked(self, weight: Tensor, accumulator: Node | None) -> bool:
         """Whether somebody wants to know of the gradient's arrival; looked at now and then, as it takes a while."""
@@ -223,6 +230,17 @@ class AfterPass:
         self._ahead.forget()
         for record in self._records.values():
             record.statistic = None
+
+
+def _is_ordinary(use: Use) -> bool:
+    """Whether the kernels take such a layer."""
+    operation = use.operation
+    if operation.is_sparse or operation.groups > 1 or operation.is_transposed:
+        return False
+    if operation.outputs != len(use.weight) or not kernels.run_on(use.weight.device):
+        return False  # the kernels want a row of the weight for each output
+    held = [use.weight] if use.bias is None else [use.weight, use.bias]
+    return all(p.dtype == torch.float32 and _is_dense(p) for p in held)
 
 
 def _row_layer(waiting: _Waiting) -> RowLayer:

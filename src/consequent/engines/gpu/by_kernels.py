@@ -270,5 +270,5 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _rows(tensor: Tensor) -> Tensor:
     """The tensor as a matrix whose columns lie side by side in memory."""
-    matrix = tensor.reshape(-1, tensor.shape[-1])
+    matrix = tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
