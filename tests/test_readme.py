@@ -97,10 +97,7 @@ def test_the_earlier_races_numbers_are_in_results():
     expected += [epochs[name]["median"] for name in ("C-SGD", "C-Nesterov", "C-Adam")]
     assert [float(number) for number in said] == pytest.approx(expected, abs=0.051)
     now = json.loads((ROOT / "results" / "demo.json").read_text())
-    assert now["rules"]["seeds"] == demo["rules"]["seeds"]
-    for before, after in zip(demo["contestants"], now["contestants"], strict=True):
-        if before["name"] in ("SGD", "Adam"):
-            assert before["learning_rate"] < after["learning_rate"]
+    assert [len(record["rules"]["search_seeds"]) for record in (demo, now)] == [1, 3]
 
 
 def test_the_costs_are_in_results():

@@ -17,7 +17,8 @@ class Demo:
     """Race SGD, Nesterov and Adam against their C- versions on scikit-learn's handwritten digits.
 
     The network is the paper's in small: eight hidden layers, ReLU, Kaiming's initialisation, mini-batches of 32. Every
-    optimiser searches the same learning rates, then runs with the best one on seeds that the search has not seen.
+    optimiser searches the same learning rates for the one with which the slowest of three seeds is first at the target,
+    then runs with it on seeds that the search has not seen.
     """
 
     seeds: int = 3
@@ -62,12 +63,13 @@ class Demo:
             self.epochs,
             self.target_loss,
             None if chosen.relative else chosen.value,
-            search_seeds=(100,),
+            search_seeds=(100, 101, 102),
             seeds=tuple(range(self.seeds)),
             relative_damping=chosen.value if chosen.relative else None,
         )
         if self.quick:
-            return replace(rules, learning_rates=(0.003, 0.01), epochs=2, target_loss=1.0, seeds=(0,), hidden=(64, 64))
+            tiny = replace(rules, learning_rates=(0.003, 0.01), epochs=2, target_loss=1.0, hidden=(64, 64))
+            return replace(tiny, search_seeds=(100,), seeds=(0,))
         return rules
 
     def run(self) -> None:
@@ -115,7 +117,7 @@ def _introduction(rules: "Rules", workers: int) -> str:
     return (
         f"Handwritten digits, {len(rules.hidden)} hidden layers of {rules.hidden[0]}, mini-batches of "
         f"{rules.batch_size}, {rules.epochs} epochs, {damping}.\n"
-        f"Learning rates tried by every optimiser: {rates}.\n"
+        f"Learning rates tried by every optimiser, on {len(rules.search_seeds)} seeds: {rates}.\n"
         f"Then seeds {', '.join(map(str, rules.seeds))} at the best of them, {workers} at a time on one thread each.\n"
     )
 
