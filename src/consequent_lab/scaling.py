@@ -24,7 +24,7 @@ from consequent_lab.workloads import Entrant, Task, TrainingStep, corrected, sgd
 PLAIN, OURS, BACKWARD = "SGD", "C-SGD", "C-SGD, at backward"
 QUANTITIES = ("plain", "ours", "backward", "correction")
 
-LEAST_GROWTH = 1.25  # for a size that doubles; less is flat
+LEAST_GROWTH = 1.3  # for a size that doubles; less is flat
 LEAST_IN_ALL = 2.0  # over all of the sizes that a power is fitted to,
 FEWEST_FITTED = 3  # and so many of them
 
