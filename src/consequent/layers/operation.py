@@ -202,10 +202,21 @@ def with_ones(moment: Tensor, sums: Tensor, rows: int) -> Tensor:
     groups, size = sums.shape
     whole = moment.new_empty(groups, size + 1, size + 1)
     whole[:, :size, :size] = moment
-    whole[:, :size, size] = sums
-    whole[:, size, :size] = sums
-    whole[:, size, size] = rows
+    fill_ones(whole, sums, rows)
     return whole
+
+
+def fill_ones(whole: Tensor, sums: Tensor, rows: int) -> None:
+    """Write the last row and column, those of a constant 1, of a second moment ``[groups, D + 1, D + 1]``.
+
+    Args:
+        whole: the moment.
+        sums: of all rows of inputs, ``[groups, D]``.
+        rows: how many there are.
+    """
+    whole[:, :-1, -1] = sums
+    whole[:, -1, :-1] = sums
+    whole[:, -1, -1] = rows
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
