@@ -13,7 +13,7 @@ from consequent.maths.damping import Damping
 from consequent.maths.precision import in_full_precision
 from consequent.statistics.gradients import apart_from_rows, change_of, dot, gradient_matrix, trace_of
 from consequent.statistics.moment import Moment
-from consequent.statistics.row_matrices import RowMatrices
+from consequent.statistics.row_matrices import RowMatrices, energy_of
 from consequent.statistics.solution import Solution
 from consequent.statistics.statistic import Statistic, with_bias_of
 
@@ -79,6 +79,7 @@ class Rows(Statistic):
         values = solved.values
         if values is None:
             return Solution(record, "samples", False)
+        energy = energy_of(values, rows.output_grads, solved.level) * factor**2
         if factor != 1.0:
             values *= factor
         solution = Solution(
@@ -88,7 +89,7 @@ class Rows(Statistic):
             others=others,
             rescued=solved.rescued,
             fallen_back=solved.fallen_back,
-            change=change_of(record, solved.energy * factor**2, solved.trace),
+            change=change_of(record, energy, solved.trace),
         )
         if shortened is None:
             solution.coefficients, solution.rows = values, rows
