@@ -31,16 +31,25 @@ class StepCorrector:
     Args:
         damping_of: λ for a parameter.
         averages: of moments, over steps.
+        largest_block_of: how many features of a parameter's layer are solved for together; None: all of them.
         keep_rows: whether inputs and output gradients are kept although their moment would do.
     """
 
     replaces_gradients = False
 
-    def __init__(self, damping_of: Callable[[Tensor], Damping], averages: Averages, *, keep_rows: bool) -> None:
+    def __init__(
+        self,
+        damping_of: Callable[[Tensor], Damping],
+        averages: Averages,
+        largest_block_of: Callable[[Tensor], int | None],
+        *,
+        keep_rows: bool,
+    ) -> None:
         self.records: dict[Tensor, Record] = {}
         self.is_shared_out = False  # with other ranks, whose inputs are still to come at the step
         self._weights: set[Tensor] = set()
         self._damping_of = damping_of
+        self._largest_block_of = largest_block_of
         self._keep_rows = keep_rows
         self._averages = averages
         self._ahead = self._new_ahead()
@@ -79,6 +88,10 @@ class StepCorrector:
         if not isinstance(record.statistic, Rows):
             if not self._keep_rows:
                 use.let_go()
+            return
+        cuts = record.statistic.cuts(self._largest_block_of(use.key))
+        if cuts:
+            record.reduce(keep_rows=self._keep_rows, cuts=cuts)
             return
         damping = self._damping_of(use.key)
         if record.rows < record.columns or damping.value == 0 or record.keeps_inputs:

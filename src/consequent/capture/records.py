@@ -17,6 +17,7 @@ from consequent.layers import Operation
 from consequent.layers.embedding import EmbeddingBag
 from consequent.ranks.sharded_tensors import is_nonzero, is_sharded, local
 from consequent.statistics.averages import Idle
+from consequent.statistics.blocks import Blocks, Cuts
 from consequent.statistics.moment import Moment
 from consequent.statistics.rows import Rows
 from consequent.statistics.statistic import Statistic
@@ -194,7 +195,7 @@ class Record:
             )
             for use in self.uses
             if use.inputs is not None and use.output_grad is not None
-        ) or (isinstance(self.statistic, Moment) and bool(self.statistic.matrix.any()))
+        ) or any(bool(matrix.any()) for matrix in _moments_in(self.statistic))
 
     def note_pass(self, use: Use, backward_pass: int) -> None:
         """A backward pass goes through the use; one inside of another (reentrant checkpointing) is the outer one's."""
@@ -228,16 +229,16 @@ class Record:
             use.output_grad_there = event_in_graph()
             if not use.inputs_stayed:
                 use.inputs_there = use.output_grad_there
-        if isinstance(self.statistic, Moment) or use.operation.is_diagonal:
+        if isinstance(self.statistic, Moment | Blocks) or use.operation.is_diagonal:
             self._look_at(use)
         self.statistic = _of_one(use) if self.statistic is None else self.statistic.add(use)
 
-    def reduce(self, *, keep_rows: bool) -> None:
-        """Let the second moment of the inputs stand for the rows of all uses."""
+    def reduce(self, *, keep_rows: bool, cuts: Cuts = ()) -> None:
+        """Let the second moment of the inputs, or that of their blocks, stand for the rows of all uses."""
         if isinstance(self.statistic, Rows):
             for use in self.uses:
                 self._look_at(use)
-            self.statistic = self.statistic.moment(keep_rows=keep_rows)
+            self.statistic = self.statistic.moment(keep_rows=keep_rows, cuts=cuts)
 
     # ---- marks ------------------------------------------------------------------------------------------------------
 
@@ -268,6 +269,13 @@ class Record:
         """Whether the gradients are still as the backward pass left them."""
         marks = self.accumulated
         return not self.was_written_to and bool(marks) and all(m.holds(p.grad) for p, m in marks if p.grad is not None)
+
+
+def _moments_in(statistic: Statistic | None) -> tuple[Tensor, ...]:
+    """The second moments that stand for rows which were not kept."""
+    if isinstance(statistic, Blocks):
+        return statistic.matrices
+    return (statistic.matrix,) if isinstance(statistic, Moment) else ()
 
 
 def _of_one(use: Use) -> Statistic:

@@ -1,6 +1,6 @@
 """``nn.Linear``, and the ``Conv1D`` of transformers (GPT-2), a Linear layer whose weight lies the other way round."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar, Self
 
@@ -83,6 +83,10 @@ class Linear(Operation):
             return moment
         rows = at_least_float32(inputs)[None]
         return with_ones(rows.mT @ rows, rows.sum(-2), rows.shape[-2]) if ones else rows.mT @ rows
+
+    def of_channels(self, inputs: Tensor, start: int, stop: int) -> tuple[Operation, Tensor]:
+        """Some features only."""
+        return replace(self, features=stop - start), inputs[:, start:stop]
 
     def interference(self, inputs: Tensor, samples: int, *, ones: bool) -> Tensor:
         """``[samples, samples]``: summed over tokens."""

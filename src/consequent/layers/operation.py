@@ -178,6 +178,23 @@ class Operation(ABC):
         """About how many numbers of the inputs there are for each row."""
         return self.features * self.groups
 
+    @property
+    def taps(self) -> int:
+        """Features that one channel of the inputs is: 1, unless a window meets it in several places."""
+        return 1
+
+    def of_channels(self, inputs: Tensor, start: int, stop: int) -> "tuple[Operation, Tensor]":
+        """As if each group had only some channels of its inputs: the operation, and these inputs.
+
+        For second moments: the weight is not cut.
+
+        Args:
+            inputs: canonical ones.
+            start: the first channel.
+            stop: the one behind the last.
+        """
+        raise NotImplementedError(f"the inputs of {type(self).__name__} are not cut")
+
     def rows(self, outputs: Tensor) -> int:
         """How many rows the outputs are."""
         return outputs.numel() // max(self.outputs, 1)
