@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from consequent.engines.gpu.kernels.choice import row_moment_by_kernel
 from consequent.layers.operation import Canonical, Operation, at_least_float32, with_ones
+from consequent.maths.triangular_products import square
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Linear(Operation):
         if moment is not None:
             return moment
         rows = at_least_float32(inputs)[None]
-        return with_ones(rows.mT @ rows, rows.sum(-2), rows.shape[-2]) if ones else rows.mT @ rows
+        return with_ones(square(rows), rows.sum(-2), rows.shape[-2]) if ones else square(rows)
 
     def of_channels(self, inputs: Tensor, start: int, stop: int) -> tuple[Operation, Tensor]:
         """Some features only."""

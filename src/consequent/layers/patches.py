@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from consequent.maths.triangular_products import square
+
 # A patch matrix is up to kernel-size times larger than its image.
 PATCH_ELEMENTS_AT_ONCE = 2**24
 
@@ -68,13 +70,13 @@ def patch_moment(
     inner = (*range(3 + dims, 3 + 2 * dims), 2) if channels_last else (2, *range(3 + dims, 3 + 2 * dims))
     ordered = view.permute(1, 0, *range(3, 3 + dims), *inner)
     per_image = max(1, ordered[:, :1].numel())
-    moment = padded.new_zeros(groups, channels * taps, channels * taps)
-    for chunk in ordered.split(max(1, PATCH_ELEMENTS_AT_ONCE // per_image), dim=1):
-        rows = chunk.reshape(groups, -1, channels * taps)
-        moment.baddbmm_(rows.mT, rows)
+    chunks = ordered.split(max(1, PATCH_ELEMENTS_AT_ONCE // per_image), dim=1)
+    size = channels * taps
+    moment = square(chunks[0].reshape(groups, -1, size))
+    for chunk in chunks[1:]:
+        moment += square(chunk.reshape(groups, -1, size))
     if not channels_last and not room:
         return moment
-    size = channels * taps
     whole = moment.new_empty(groups, size + room, size + room)
     if channels_last:
         blocks = moment.view(groups, taps, channels, taps, channels).permute(0, 2, 1, 4, 3)
