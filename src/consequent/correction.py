@@ -30,9 +30,16 @@ from consequent.maths.damping import DEFAULT, Damping
 from consequent.maths.precision import in_full_precision
 from consequent.options.arguments import refusing_unknown
 from consequent.options.loss_divisor import LossDivisor, named, sum_over_ranks
-from consequent.options.parameter_groups import Groups, damping_in
+from consequent.options.parameter_groups import Groups, damping_in, largest_block_in
 from consequent.options.selection import Patterns, listed, readable_name, select_layers
-from consequent.options.settings import LossReduction, check_at, check_averaging, check_loss_reduction, loss_divisor
+from consequent.options.settings import (
+    LossReduction,
+    check_at,
+    check_averaging,
+    check_largest_block,
+    check_loss_reduction,
+    loss_divisor,
+)
 from consequent.ranks.exchange import Exchange
 from consequent.ranks.process_group import (
     Ranks,
@@ -73,6 +80,7 @@ def attach(
     exclude: Patterns = (),
     averaging: float = 0.0,
     refresh: int = 1,
+    largest_block: int | None = None,
     bound: float | None = BOUND,
     check: bool = False,
     foresight: bool = False,
@@ -95,6 +103,7 @@ def attach(
         exclude: which to leave out.
         averaging: β of an average of the inputs' second moments over steps.
         refresh: T: every how many steps that average is refreshed.
+        largest_block: B: wider layers are solved for in blocks of so many features; None: each as a whole.
         bound: by what fraction of their size a step may change a layer's outputs; None: by any.
         check: raise on NaN, inf or a failed factorisation.
         foresight: keep what :meth:`Consequentialism.foresight` needs.
@@ -124,6 +133,7 @@ def attach(
         exclude=exclude,
         averaging=averaging,
         refresh=refresh,
+        largest_block=largest_block,
         bound=bound,
         check=check,
         foresight=foresight,
@@ -164,6 +174,11 @@ class Consequentialism:
             solved for by features. 0: each step's own.
         refresh: T: their average is refreshed and factorised anew at every T-th step only; the steps in between cost
             little more than plain ones. Both need ``at="step"`` and cannot be in a CUDA graph.
+        largest_block: B: a layer with more than B features and more than B rows (samples × positions) is not solved
+            for as a whole: its features are cut into m blocks of at most B, each of which is asked for an m-th of the
+            wanted change, exactly. That costs a fraction of time and memory and is another update, a shorter one
+            (docs/speed.md); other layers are untouched. For convolutions whole input channels are counted. A parameter
+            group may carry its own ``"largest_block"``. Not with averages or across ranks. None: no blocks.
         bound: by what fraction of their size one step may change a layer's outputs on its own mini-batch, so that too
             high a learning rate ends in a slow run and not in NaN. For :class:`torch.optim.SGD`, whose steps are
             proportional to the gradient, with ``at="step"``, and where more than one layer is corrected; others are
@@ -194,6 +209,7 @@ class Consequentialism:
         exclude: Patterns = (),
         averaging: float = 0.0,
         refresh: int = 1,
+        largest_block: int | None = None,
         bound: float | None = BOUND,
         check: bool = False,
         foresight: bool = False,
@@ -210,6 +226,7 @@ class Consequentialism:
         check_loss_reduction(loss_reduction)
         _check_bound(bound)
         check_averaging(averaging, refresh, at=at, foresight=foresight)
+        check_largest_block(largest_block)
         if process_group is not None:
             check_process_group(process_group)
             if at == "backward":
@@ -225,7 +242,7 @@ class Consequentialism:
         self.include = None if include is None else listed(include, "include")
         self.exclude = listed(exclude, "exclude")
         self.keeps_foresight = foresight
-        self._groups = Groups(model, default)
+        self._groups = Groups(model, default, largest_block)
         self._hooks: list[RemovableHandle] = []
         self._reports = Reports(check=check, numbers=self._numbers_of_step)
         self._withheld: list[tuple[Tensor, Tensor]] = []  # gradients kept from the optimiser while it steps
@@ -236,7 +253,9 @@ class Consequentialism:
         selection = select_layers(self._inner, self.include, self.exclude)
         self._plain = selection.plain
         averages = Averages(averaging, refresh)
-        self._at_step = StepCorrector(self._groups.damping_of, averages, keep_rows=foresight)
+        self._at_step = StepCorrector(
+            self._groups.damping_of, averages, self._largest_block_at_step, keep_rows=foresight
+        )
         corrector: Corrector = self._at_step
         if at == "backward":
             corrector = BackwardCorrector(self._groups.damping_of, self._divisor_of_pass, self._corrected_in_backward)
@@ -252,6 +271,7 @@ class Consequentialism:
         self._rewriter = Rewriter(
             self._capture, self._at_step, self._groups, self._reports, averages, foresight=foresight, bound=bound
         )
+        self._refuse_averaged_blocks(largest_block)
         if process_group is not None:
             self._share_out(process_group)
         self._after_pass = AfterPass(self._reports.on_device, self._solved_after_pass)
@@ -282,6 +302,7 @@ class Consequentialism:
             )
         for group in optimizer.param_groups:
             damping_in(group)  # raises now, not at the first step
+            self._refuse_averaged_blocks(largest_block_in(group, self.largest_block))
         if not any(parameter.requires_grad for parameter in mine):
             self._reports.all_frozen(type(optimizer).__name__)
         self._capture.notice_parameters(self._capture.layers)
@@ -429,6 +450,29 @@ class Consequentialism:
     def _other_captures(self) -> list[StepCorrector]:
         return [correction._at_step for correction in _LIVE if correction is not self]
 
+    # ---- in blocks --------------------------------------------------------------------------------------------------
+
+    def _largest_block_at_step(self, parameter: Tensor) -> int | None:
+        """B for a parameter; a group's own may have come since attaching."""
+        largest_block = self._groups.largest_block_of(parameter)
+        self._refuse_averaged_blocks(largest_block)
+        if self._rewriter.exchange is not None:
+            self._refuse_shared_blocks(largest_block)
+        return largest_block
+
+    def _refuse_averaged_blocks(self, largest_block: int | None) -> None:
+        if largest_block is not None and self._rewriter.averages.are_used:
+            raise ValueError(
+                f"largest_block={largest_block}: blocks are not averaged; leave it out, or averaging= and refresh="
+            )
+
+    def _refuse_shared_blocks(self, largest_block: int | None) -> None:
+        if largest_block is not None:
+            raise RuntimeError(
+                f"largest_block={largest_block}: blocks are not exchanged between ranks; leave it out, or attach with "
+                'at="backward"'
+            )
+
     # ---- in the backward pass ---------------------------------------------------------------------------------------
 
     def _divisor_of_pass(self, entries: set[Entry]) -> float:
@@ -454,10 +498,12 @@ class Consequentialism:
     def _corrected_in_backward(
         self, gathered: Gathered, damping: Damping, scale: float, accumulators: Sequence[Node | None]
     ) -> dict[Tensor, Tensor]:
-        if not self.check and self._after_pass.takes(gathered, damping, accumulators):
+        largest_block = self._groups.largest_block_of(gathered.products[0].use.key)
+        waits = not self.check and largest_block is None
+        if waits and self._after_pass.takes(gathered, damping, accumulators):
             self._after_pass.add(gathered, damping, scale)
             return {}
-        corrected = corrected_in_backward(gathered, damping, scale, check=self.check)
+        corrected = corrected_in_backward(gathered, damping, scale, check=self.check, largest_block=largest_block)
         name = self._capture.names.get(gathered.products[0].use.layer, "")
         self._reports.solved(name, corrected.finite, corrected.rescued, corrected.fallen_back)
         self._rewriter.sides[name] = corrected.side
@@ -490,6 +536,7 @@ class Consequentialism:
                 "each rank's own inputs, the ranks' weights would drift apart. Leave across_ranks out; or train the "
                 "bare model, and average the gradients between correction.step() and optimizer.step()."
             )
+        self._refuse_shared_blocks(self.largest_block)
         sparse = [name for name, layer in self._capture.layers.items() if _is_sparse(layer)]
         if sparse:
             raise RuntimeError(
@@ -571,6 +618,19 @@ class Consequentialism:
     def refresh(self) -> int:
         """T: every how many steps that average is refreshed."""
         return self._rewriter.averages.refresh
+
+    @property
+    def largest_block(self) -> int | None:
+        """B: wider layers are solved for in blocks. May be set, for parameter groups that have none of their own."""
+        return self._groups.largest_block
+
+    @largest_block.setter
+    def largest_block(self, largest_block: int | None) -> None:
+        check_largest_block(largest_block)
+        self._refuse_averaged_blocks(largest_block)
+        if self._rewriter.exchange is not None:
+            self._refuse_shared_blocks(largest_block)
+        self._groups.largest_block = largest_block
 
     @property
     def bound(self) -> float | None:
@@ -690,6 +750,7 @@ class Consequentialism:
             "damping": self.damping,
             "relative_damping": self.relative_damping,
             "bound": self.bound,
+            "largest_block": self.largest_block,
             "loss_reduction": reduction,
             "counters": asdict(self.counters),
         }
@@ -718,6 +779,9 @@ class Consequentialism:
         damping = _damping_of_state(state)  # raises before anything is changed
         bound = state.get("bound")  # in the first version there was none
         _check_bound(bound)
+        largest_block = state.get("largest_block", self.largest_block)  # not in older states
+        check_largest_block(largest_block)
+        self._refuse_averaged_blocks(largest_block)
         counters = Counters(**state["counters"])
         if "averages" in state and self._rewriter.averages.are_used:
             self._rewriter.averages.load_state_dict(state["averages"], self._weights_of_layers())
@@ -725,6 +789,7 @@ class Consequentialism:
             self.loss_reduction = state["loss_reduction"]
         self._groups.change_default(damping)
         self.bound = bound
+        self.largest_block = largest_block
         self._reports.restore(counters)
 
 

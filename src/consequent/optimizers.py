@@ -129,6 +129,7 @@ class CSGD(_Consequentialist, SGD):
         exclude: which to leave out.
         averaging: β of an average of the inputs' second moments over steps.
         refresh: T: every how many steps that average is refreshed.
+        largest_block: B: wider layers are solved for in blocks of so many features; None: each as a whole.
         bound: by what fraction of their size a step may change a layer's outputs; None: by any.
         check: raise on NaN, inf or a failed factorisation.
         foresight: keep what ``optimizer.correction.foresight()`` needs.
@@ -168,6 +169,7 @@ class CSGD(_Consequentialist, SGD):
         exclude: Patterns = (),
         averaging: float = 0.0,
         refresh: int = 1,
+        largest_block: int | None = None,
         bound: float | None = BOUND,
         check: bool = False,
         foresight: bool = False,
@@ -186,6 +188,7 @@ class CSGD(_Consequentialist, SGD):
                 exclude=exclude,
                 averaging=averaging,
                 refresh=refresh,
+                largest_block=largest_block,
                 bound=bound,
                 check=check,
                 foresight=foresight,
@@ -232,6 +235,7 @@ class CAdam(_Consequentialist, Adam):
         exclude: which to leave out.
         averaging: β of an average of the inputs' second moments over steps.
         refresh: T: every how many steps that average is refreshed.
+        largest_block: B: wider layers are solved for in blocks of so many features; None: each as a whole.
         bound: by what fraction of their size a step may change a layer's outputs; None: by any.
         check: raise on NaN, inf or a failed factorisation.
         foresight: keep what ``optimizer.correction.foresight()`` needs.
@@ -264,6 +268,7 @@ class CAdam(_Consequentialist, Adam):
         exclude: Patterns = (),
         averaging: float = 0.0,
         refresh: int = 1,
+        largest_block: int | None = None,
         bound: float | None = BOUND,
         check: bool = False,
         foresight: bool = False,
@@ -282,6 +287,7 @@ class CAdam(_Consequentialist, Adam):
                 exclude=exclude,
                 averaging=averaging,
                 refresh=refresh,
+                largest_block=largest_block,
                 bound=bound,
                 check=check,
                 foresight=foresight,
@@ -329,6 +335,7 @@ class CAdamW(_Consequentialist, AdamW):
         exclude: which to leave out.
         averaging: β of an average of the inputs' second moments over steps.
         refresh: T: every how many steps that average is refreshed.
+        largest_block: B: wider layers are solved for in blocks of so many features; None: each as a whole.
         bound: by what fraction of their size a step may change a layer's outputs; None: by any.
         check: raise on NaN, inf or a failed factorisation.
         foresight: keep what ``optimizer.correction.foresight()`` needs.
@@ -360,6 +367,7 @@ class CAdamW(_Consequentialist, AdamW):
         exclude: Patterns = (),
         averaging: float = 0.0,
         refresh: int = 1,
+        largest_block: int | None = None,
         bound: float | None = BOUND,
         check: bool = False,
         foresight: bool = False,
@@ -378,6 +386,7 @@ class CAdamW(_Consequentialist, AdamW):
                 exclude=exclude,
                 averaging=averaging,
                 refresh=refresh,
+                largest_block=largest_block,
                 bound=bound,
                 check=check,
                 foresight=foresight,
@@ -424,6 +433,7 @@ class CRMSprop(_Consequentialist, RMSprop):
         exclude: which to leave out.
         averaging: β of an average of the inputs' second moments over steps.
         refresh: T: every how many steps that average is refreshed.
+        largest_block: B: wider layers are solved for in blocks of so many features; None: each as a whole.
         bound: by what fraction of their size a step may change a layer's outputs; None: by any.
         check: raise on NaN, inf or a failed factorisation.
         foresight: keep what ``optimizer.correction.foresight()`` needs.
@@ -455,6 +465,7 @@ class CRMSprop(_Consequentialist, RMSprop):
         exclude: Patterns = (),
         averaging: float = 0.0,
         refresh: int = 1,
+        largest_block: int | None = None,
         bound: float | None = BOUND,
         check: bool = False,
         foresight: bool = False,
@@ -473,6 +484,7 @@ class CRMSprop(_Consequentialist, RMSprop):
                 exclude=exclude,
                 averaging=averaging,
                 refresh=refresh,
+                largest_block=largest_block,
                 bound=bound,
                 check=check,
                 foresight=foresight,

@@ -74,8 +74,8 @@ def test_patches_are_made_a_few_images_at_a_time(monkeypatch):
 
 def test_the_convolutions_of_a_residual_network_take_the_short_way():
     for channels, side in ((16, 32), (32, 16), (64, 8)):
-        window = Window((3, 3), (1, 1), [(1, 1), (1, 1)])
+        window = Window((3, 3), (1, 1), ((1, 1), (1, 1)))
         assert convolution._autocorrelation_pays(window, [1, 1], torch.empty(128, channels, side, side))
     assert not convolution._autocorrelation_pays(window, [2, 2], torch.empty(128, 16, 32, 32))
-    point = Window((1, 1), (1, 1), [(0, 0), (0, 0)])
+    point = Window((1, 1), (1, 1), ((0, 0), (0, 0)))
     assert not convolution._autocorrelation_pays(point, [1, 1], torch.empty(128, 16, 32, 32))

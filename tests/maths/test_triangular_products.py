@@ -62,3 +62,12 @@ def test_many_parts_save_nearly_half(monkeypatch):
             lower.by_transposed(left, triangle)
         counted.append(counter.get_total_flops())
     assert counted[1] < 0.52 * counted[0]
+
+
+@pytest.mark.parametrize("rows", [0, 5, 300])
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 144, 255, 256, 300, 577])
+def test_a_square(size, rows):
+    """Also of some columns of a wider matrix."""
+    wide = torch.randn(2, rows, size + 7, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+    for matrix in (wide[:, :, 3 : size + 3], wide[:, :, :size].contiguous()):
+        assert torch.allclose(lower.square(matrix), matrix.mT @ matrix)

@@ -67,6 +67,7 @@ def test_the_state_dict_of_the_correction(ready):
         "damping": None,
         "relative_damping": reference.DEFAULT_DAMPING[1],
         "bound": 0.2,
+        "largest_block": None,
         "loss_reduction": "mean",
         "counters": {"steps": 3, "skipped": 0, "rescued": 0, "fallen_back": 0, "edited": 0, "bounded": 0},
     }

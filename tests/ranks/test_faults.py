@@ -284,6 +284,18 @@ def test_foresight_is_for_one_process(two):
     assert all("foresight=True looks at the samples of one process" in error for error in two.errors(foresight))
 
 
+def in_blocks(by_group):
+    ddp, x, t, optimizer, _ = start(**({} if by_group else {"largest_block": 2}))
+    for group in optimizer.param_groups if by_group else ():
+        group["largest_block"] = 2
+    train(ddp, x, t, optimizer)
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+def test_blocks_are_for_one_process(two, by_group):
+    assert all("blocks are not exchanged between ranks" in error for error in two.errors(in_blocks, by_group))
+
+
 def copied():
     """A copy of an attached model is plain."""
     ddp, x, t, optimizer, _ = start()

@@ -35,16 +35,25 @@ class StepCorrector:
     Args:
         damping_of: λ for a parameter.
         averages: of moments, over steps.
+        largest_block_of: how many features of a parameter's layer are solved for together; None: all of them.
         keep_rows: whether inputs and output gradients are kept although their moment would do.
     """
 
     replaces_gradients = False
 
-    def __init__(self, damping_of: Callable[[Tensor], Damping], averages: Averages, *, keep_rows: bool) -> None:
+    def __init__(
+        self,
+        damping_of: Callable[[Tensor], Damping],
+        averages: Averages,
+        largest_block_of: Callable[[Tensor], int | None],
+        *,
+        keep_rows: bool,
+    ) -> None:
         self.records: dict[Tensor, Record] = {}
         self.is_shared_out = False  # with other ranks, whose inputs are still to come at the step
         self._weights: set[Tensor] = set()
         self._damping_of = damping_of
+        self._largest_block_of = largest_block_of
         self._keep_rows = keep_rows
         self._averages = averages
         self._ahead = self._new_ahead()
@@ -84,6 +93,11 @@ class StepCorrector:
         if not isinstance(statistic, Rows):
             if not self._keep_rows:
                 use.let_go()
+            return
+        largest_block = self._largest_block_of(use.key)
+        cuts = () if largest_block is None else statistic.cuts(largest_block)
+        if cuts:
+            record.reduce(keep_rows=self._keep_rows, cuts=cuts)
             return
         if statistic.rows < statistic.columns or record.keeps_inputs:
             return

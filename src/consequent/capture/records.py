@@ -16,6 +16,7 @@ from consequent.engines.gpu.streams import event_in_graph
 from consequent.layers import Operation
 from consequent.ranks.sharded_tensors import is_nonzero, is_sharded, local
 from consequent.statistics.averages import Idle
+from consequent.statistics.blocks import Blocks, Cuts
 from consequent.statistics.moment import Moment
 from consequent.statistics.rows import Rows
 from consequent.statistics.statistic import Statistic
@@ -199,7 +200,7 @@ class Record:
             )
             for use in self.uses
             if use.inputs is not None and use.output_grad is not None
-        ) or (isinstance(self.statistic, Moment) and not self.was_left_zero)
+        ) or (isinstance(self.statistic, Moment | Blocks) and not self.was_left_zero)
 
     @property
     def _may_be_looked_at(self) -> bool:
@@ -238,16 +239,16 @@ class Record:
             self.statistic = Idle.of(use) if statistic is None else statistic.add(use)
             return
         use.take(inputs, output_grad)
-        if use.operation.is_diagonal or (statistic is not None and isinstance(statistic, Moment)):
+        if use.operation.is_diagonal or (statistic is not None and isinstance(statistic, Moment | Blocks)):
             self._look_at(use)
         self.statistic = _of_one(use) if statistic is None else statistic.add(use)
 
-    def reduce(self, *, keep_rows: bool) -> None:
-        """Let the second moment of the inputs stand for the rows of all uses."""
+    def reduce(self, *, keep_rows: bool, cuts: Cuts = ()) -> None:
+        """Let the second moment of the inputs, or that of their blocks, stand for the rows of all uses."""
         if isinstance(self.statistic, Rows):
             for use in self.uses:
                 self._look_at(use)
-            self.statistic = self.statistic.moment(keep_rows=keep_rows)
+            self.statistic = self.statistic.moment(keep_rows=keep_rows, cuts=cuts)
 
     # ---- marks ------------------------------------------------------------------------------------------------------
 

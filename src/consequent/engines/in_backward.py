@@ -12,8 +12,9 @@ from consequent.layers.embedding import Embedding, EmbeddingBag
 from consequent.maths.damping import Damping
 from consequent.maths.precision import in_full_precision
 from consequent.maths.ridge import solve_on
+from consequent.statistics.blocks import Cuts, block_moments, cuts_of, solve_in_blocks
 from consequent.statistics.gradients import trace_of
-from consequent.statistics.moment import moment_of, solve_with_moment
+from consequent.statistics.moment import moment_of
 from consequent.statistics.row_matrices import RowMatrices
 from consequent.statistics.tables import coefficients_of_bags, divided_by_counts
 
@@ -37,7 +38,9 @@ class Corrected(NamedTuple):
 
 
 @in_full_precision
-def corrected_in_backward(gathered: Gathered, damping: Damping, scale: float, *, check: bool) -> Corrected:
+def corrected_in_backward(
+    gathered: Gathered, damping: Damping, scale: float, *, check: bool, largest_block: int | None = None
+) -> Corrected:
     """The gradients that go to ``.grad`` from one backward pass.
 
     Args:
@@ -45,13 +48,20 @@ def corrected_in_backward(gathered: Gathered, damping: Damping, scale: float, *,
         damping: λ.
         scale: what they are multiplied by: the loss's divisor.
         check: whether the host may wait for the device to look.
+        largest_block: how many features are solved for together; None: all of them.
     """
     first = gathered.products[0].use
     if first.operation.is_sparse:
         corrected = _of_table(gathered, damping, scale)
         _add_arrived(corrected.gradients, gathered, damping, scale)
         return corrected
+    cuts = cuts_of(first.operation, first.features, sum(use.rows for use, *_ in gathered.products), largest_block)
     if torch.is_grad_enabled():
+        if cuts:
+            raise RuntimeError(
+                f"largest_block={largest_block}: the blocks of {first.layer} cannot be differentiated in turn "
+                "(create_graph=True); leave largest_block= out, or give the layer a parameter group with None"
+            )
         corrected = _differentiable(gathered, damping, scale)
         _add_arrived(corrected.gradients, gathered, damping, scale)
         return corrected
@@ -63,10 +73,10 @@ def corrected_in_backward(gathered: Gathered, damping: Damping, scale: float, *,
     may_wait = check or answers_at_once(uses[0].key)
     features = uses[0].features
     rows = sum(use.rows for use in uses)
-    if rows < features + len(biases):
+    if rows < features + len(biases) and not cuts:
         corrected = _by_rows(uses, biases, damping, scale, may_wait=may_wait)
     else:
-        corrected = _by_moment(gathered, uses, biases, damping, scale, may_wait=may_wait)
+        corrected = _by_moment(gathered, uses, biases, damping, scale, cuts, may_wait=may_wait)
     _add_arrived(corrected.gradients, gathered, damping, scale)
     for use in uses:
         use.let_go()
@@ -158,28 +168,35 @@ def _by_rows(uses: list[Use], biases: list[Tensor], damping: Damping, scale: flo
 
 
 def _by_moment(
-    gathered: Gathered, uses: list[Use], biases: list[Tensor], damping: Damping, scale: float, *, may_wait: bool
+    gathered: Gathered,
+    uses: list[Use],
+    biases: list[Tensor],
+    damping: Damping,
+    scale: float,
+    cuts: Cuts,
+    *,
+    may_wait: bool,
 ) -> Corrected:
-    """New gradients on the feature side."""
+    """New gradients on the feature side, in blocks where there are cuts."""
     operation, features = uses[0].operation, uses[0].features
-    moment = moment_of(uses, features, biases)
+    moments = block_moments(uses, cuts, biases) if cuts else (moment_of(uses, features, biases),)
     parts = []
     if features:
         plain = _sum([use.operation.weight_gradient(u, g) for use, u, g in gathered.products if u is not None])
-        parts.append(operation.weight_matrix(plain).to(moment.dtype))
+        parts.append(operation.weight_matrix(plain).to(moments[0].dtype))
     for bias in biases:
         plain = _sum([use.operation.bias_gradient(g) for use, _, g in gathered.products if use.bias is bias])
-        parts.append(plain.view(operation.groups, -1, 1).to(moment.dtype))
+        parts.append(plain.view(operation.groups, -1, 1).to(moments[0].dtype))
     gradient = torch.cat(parts, dim=-1)
     rows = sum(use.rows for use in uses)
-    solved = solve_with_moment(moment, gradient, rows, damping, may_wait=may_wait)
+    solved = solve_in_blocks(moments, gradient, rows, damping, may_wait=may_wait)
     matrix = solved.gradient * scale
     if not isinstance(solved.finite, bool):
         matrix = torch.where(solved.finite, matrix, torch.nan)
     elif not solved.finite:
         matrix = torch.full_like(matrix, torch.nan)
     gradients = _split(uses, biases, matrix)
-    return Corrected(gradients, "features", solved.finite, solved.rescued, solved.fallen_back)
+    return Corrected(gradients, "blocks" if cuts else "features", solved.finite, solved.rescued, solved.fallen_back)
 
 
 def _differentiable(gathered: Gathered, damping: Damping, scale: float) -> Corrected:

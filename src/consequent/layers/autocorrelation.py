@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from consequent.layers.patches import Sides, Sizes, pad_sides, patch_moment
+from consequent.layers.patches import Sizes, pad_sides, patch_moment
 
 # Convolutions may sum pixel after pixel, and their rounding then grows with the number of pixels: so many keep float32
 # within one part in 10⁷ of ‖S‖.
@@ -34,9 +34,9 @@ PIXELS_AT_ONCE = 2**17
 class Window:
     """The geometry of a convolution with stride 1."""
 
-    kernel_size: Sizes
-    dilation: Sizes
-    padding: Sides
+    kernel_size: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
     groups: int = 1
 
     @property
@@ -50,7 +50,7 @@ class Window:
         return [size + sum(sides) - reach for size, sides, reach in triples]
 
 
-def operations(window: Window, space: Sizes, channels: int) -> float:
+def operations(window: Window, space: tuple[int, ...], channels: int) -> float:
     """Multiplications per image of :func:`patch_moment_by_autocorrelation`."""
     first, *others = window.kernel_size
     per_pair = channels * channels / window.groups
@@ -62,29 +62,32 @@ def operations(window: Window, space: Sizes, channels: int) -> float:
     return per_pair * (first * prod(2 * k - 1 for k in others) * prod(space) + frame)
 
 
-def patch_moment_by_autocorrelation(images: Tensor, window: Window) -> Tensor:
+def patch_moment_by_autocorrelation(images: Tensor, window: Window, *, room: int = 0) -> Tensor:
     """``[groups, D, D]``: the sum of ``x xᵀ`` over all patches of a convolution with stride 1.
 
     Args:
         images: ``[images, channels, *space]``, without the zeros of the padding.
         window: the convolution.
+        room: so many rows and columns more, at the end, are left for others to fill.
     """
     pieces = images.split(max(1, PIXELS_AT_ONCE // max(1, prod(images.shape[2:]))))
-    moment = _moment_of(pieces[0], window)
+    moment = _moment_of(pieces[0], window, room)
     if len(pieces) > 1:
         total = moment.double()
         for piece in pieces[1:]:
-            total += _moment_of(piece, window)
+            total += _moment_of(piece, window, room)
         moment = total.to(images.dtype)
     return moment
 
 
-def _moment_of(images: Tensor, window: Window) -> Tensor:
-    moment = _toeplitz(_autocorrelation(images, window), window)
-    taps, groups = tuple(window.kernel_size), window.groups
+def _moment_of(images: Tensor, window: Window, room: int = 0) -> Tensor:
+    taps, groups = window.kernel_size, window.groups
     channels, dims = images.shape[1] // groups, len(taps)
-    blocks = moment.view(groups, channels, *taps, channels, *taps)
-    for dim, alike in _alike(window, images.shape[2:]):
+    size = channels * prod(taps)
+    moment = images.new_empty(groups, size + room, size + room)
+    blocks = moment[:, :size, :size].unflatten(2, (channels, *taps)).unflatten(1, (channels, *taps))
+    _fill_toeplitz(blocks, _autocorrelation(images, window), window)
+    for dim, alike in _alike(window, tuple(images.shape[2:])):
         active, step = alike[0].taps, window.dilation[dim]
         slabs = [
             images[(*[slice(None)] * (2 + dim), slice(s.pixel, s.pixel + (active - 1) * step + 1, step))] for s in alike
@@ -111,7 +114,7 @@ class Slab(NamedTuple):
     positions: int  # in the other dimensions
 
 
-def _alike(window: Window, space: Sizes) -> Iterator[tuple[int, list[Slab]]]:
+def _alike(window: Window, space: tuple[int, ...]) -> Iterator[tuple[int, list[Slab]]]:
     """The slabs in which as many taps meet the image, which can go together, with their dimension."""
     for dim in range(len(space)):
         slabs = _frame(window, space, dim)
@@ -119,7 +122,8 @@ def _alike(window: Window, space: Sizes) -> Iterator[tuple[int, list[Slab]]]:
             yield dim, [slab for slab in slabs if slab.taps == taps]
 
 
-def _frame(window: Window, space: Sizes, dim: int) -> list[Slab]:
+@lru_cache(maxsize=1024)
+def _frame(window: Window, space: tuple[int, ...], dim: int) -> list[Slab]:
     """The positions that touch the image and are none of the convolution's, as they are outside in this dimension."""
     inside = window.positions(space)
     size, step, taps = space[dim], window.dilation[dim], window.kernel_size[dim]
@@ -173,17 +177,23 @@ def _with_zeros_below(images: Tensor, count: int) -> Tensor:
     return larger
 
 
-def _toeplitz(half: Tensor, window: Window) -> Tensor:
-    """``[groups, D, D]`` with ``T[b − a]`` in the block of taps a and b."""
-    groups, taps = window.groups, prod(window.kernel_size)
-    channels, dims = half.shape[1], len(window.kernel_size)
-    lags_first = half.unflatten(0, (groups, channels)).permute(*range(3, 3 + dims), 0, 1, 2)
-    turned = lags_first.transpose(-1, -2).flip(list(range(dims)))  # T[−m] = T[m]ᵀ
-    at_zero = (lags_first[:1] + turned[-1:]) / 2  # equal up to rounding: the result is symmetric
-    whole = torch.cat([turned[:-1], at_zero, lags_first[1:]]).flatten(0, dims - 1)
-    index = _lag_index(tuple(window.kernel_size), half.device)
-    blocks = whole[index].view(taps, taps, groups, channels, channels)  # [a, b, …]
-    return blocks.permute(2, 3, 0, 4, 1).reshape(groups, channels * taps, channels * taps)
+def _fill_toeplitz(blocks: Tensor, half: Tensor, window: Window) -> None:
+    """``T[b − a]`` for the taps a and b.
+
+    Args:
+        blocks: ``[groups, channels, *taps, channels, *taps]``, which is written to.
+        half: of the auto-correlation.
+        window: the convolution.
+    """
+    groups, channels, dims = *blocks.shape[:2], len(window.kernel_size)
+    by_group = half.unflatten(0, (groups, channels))  # [groups, c, c', *lags]
+    ahead = by_group.movedim(2, -1)
+    behind = by_group.flip(list(range(3, 3 + dims))).movedim(1, -1)  # T[−m] = T[m]ᵀ
+    at_zero = (ahead[:, :, :1] + behind[:, :, -1:]) / 2  # equal up to rounding: the result is symmetric
+    whole = torch.cat([behind[:, :, :-1], at_zero, ahead[:, :, 1:]], dim=2).flatten(2, 1 + dims)
+    pairs = whole.index_select(2, _lag_index(window.kernel_size, half.device))  # [groups, c, a · b, c']
+    taps = window.kernel_size
+    blocks.copy_(pairs.unflatten(2, (*taps, *taps)).movedim(-1, 2 + dims))
 
 
 @lru_cache(maxsize=256)

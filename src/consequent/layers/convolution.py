@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from consequent.engines.gpu.kernels.choice import patch_moment_by_kernel, patch_moments_by_kernel
 from consequent.layers.autocorrelation import Window, operations, patch_moment_by_autocorrelation
-from consequent.layers.operation import Canonical, at_least_float32, with_ones
-from consequent.layers.patches import Sides, pad_sides, patch_moment, patch_rows, positions
+from consequent.layers.operation import Canonical, at_least_float32, fill_ones
+from consequent.layers.patches import pad_sides, patch_moment, patch_rows, patch_sum, positions
 from consequent.layers.windowed import Windowed, each
 
 # Forming a patch costs about as much as this many multiplications per entry.
@@ -168,14 +168,14 @@ class Convolution(Windowed):
         stride = [s if k > 1 else 1 for s, k in zip(self.stride, self.kernel_size, strict=True)]
         window = Window(self.kernel_size, self.dilation, padding, self.groups)
         if _autocorrelation_pays(window, stride, images):
-            moment = patch_moment_by_autocorrelation(images, window)
+            moment = patch_moment_by_autocorrelation(images, window, room=int(ones))
         else:
-            moment = patch_moment(pad_sides(images, padding), self.kernel_size, stride, self.dilation, self.groups)
-        if not ones:
-            return moment
-        padded = pad_sides(_sum_of(images), padding)
-        sums = patch_rows(padded, self.kernel_size, stride, self.dilation, self.groups)
-        return with_ones(moment, sums.sum(-2), images.shape[0] * sums.shape[-2])
+            padded = pad_sides(images, padding)
+            moment = patch_moment(padded, self.kernel_size, stride, self.dilation, self.groups, room=int(ones))
+        if ones:
+            sums, rows = patch_sum(pad_sides(_sum_of(images), padding)[0], self.kernel_size, stride, self.dilation)
+            fill_ones(moment, sums.view(self.groups, -1), images.shape[0] * rows)
+        return moment
 
     @property
     def inputs_per_row(self) -> int:
@@ -187,14 +187,14 @@ class Convolution(Windowed):
         together = patch_moments_by_kernel(self, inputs, ones=ones)
         return super().second_moments(inputs, ones=ones) if together is None else together
 
-    def _without_strides_of_points(self, inputs: Tensor) -> tuple[Tensor, Sides]:
+    def _without_strides_of_points(self, inputs: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
         """The images and the zeros around them; where the window is a point, only the pixels that it meets."""
         skips = [s if k == 1 else 1 for s, k in zip(self.stride, self.kernel_size, strict=True)]
         if not any(skip > 1 for skip in skips):
             return inputs, self.padding
         images = pad_sides(inputs, self.padding)
         images = images[(slice(None), slice(None), *(slice(None, None, skip) for skip in skips))]
-        return images, [(0, 0)] * len(skips)
+        return images, ((0, 0),) * len(skips)
 
     def interference(self, inputs: Tensor, samples: int, *, ones: bool) -> Tensor:
         """``[samples, samples]``: no patches are formed; a pixel that is seen by m patch entries counts m times."""
@@ -230,7 +230,7 @@ def _autocorrelation_pays(window: Window, stride: list[int], images: Tensor) -> 
         return False
     if images.is_cuda:  # by default cuDNN rounds to TF32, and the difference of two rounded sums may be indefinite
         return False
-    channels, space = images.shape[1], images.shape[2:]
+    channels, space = images.shape[1], tuple(images.shape[2:])
     features = channels // window.groups * prod(window.kernel_size)
     patch_elements = features * window.groups * prod(window.positions(space))
     return operations(window, space, channels) < patch_elements * (features + COST_OF_COPYING)

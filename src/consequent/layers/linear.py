@@ -1,6 +1,6 @@
 """``nn.Linear``, and the ``Conv1D`` of transformers (GPT-2), a Linear layer whose weight lies the other way round."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar, Self
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from consequent.engines.gpu.kernels.choice import row_moments_by_products
 from consequent.layers.operation import Canonical, Operation, at_least_float32, with_ones
+from consequent.maths.triangular_products import square
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,12 @@ class Linear(Operation):
         moments = []
         for tensor in inputs:
             rows = at_least_float32(tensor)[None]
-            moment = rows.mT @ rows
-            moments.append(with_ones(moment, rows.sum(-2), rows.shape[-2]) if ones else moment)
+            moments.append(with_ones(square(rows), rows.sum(-2), rows.shape[-2]) if ones else square(rows))
         return moments[0][None] if len(moments) == 1 else torch.stack(moments)
+
+    def of_channels(self, inputs: Tensor, start: int, stop: int) -> tuple[Operation, Tensor]:
+        """Some features only."""
+        return replace(self, features=stop - start), inputs[:, start:stop]
 
     def interference(self, inputs: Tensor, samples: int, *, ones: bool) -> Tensor:
         """``[samples, samples]``: summed over tokens."""

@@ -178,6 +178,23 @@ class Operation(ABC):
         """About how many numbers of the inputs there are for each row."""
         return self.features * self.groups
 
+    @property
+    def taps(self) -> int:
+        """Features that one channel of the inputs is: 1, unless a window meets it in several places."""
+        return 1
+
+    def of_channels(self, inputs: Tensor, start: int, stop: int) -> "tuple[Operation, Tensor]":
+        """As if each group had only some channels of its inputs: the operation, and these inputs.
+
+        For second moments: the weight is not cut.
+
+        Args:
+            inputs: canonical ones.
+            start: the first channel.
+            stop: the one behind the last.
+        """
+        raise NotImplementedError(f"the inputs of {type(self).__name__} are not cut")
+
     def rows(self, outputs: Tensor) -> int:
         """How many rows the outputs are."""
         return outputs.numel() // self.outputs if self.outputs else 0
@@ -202,10 +219,21 @@ def with_ones(moment: Tensor, sums: Tensor, rows: int) -> Tensor:
     groups, size = sums.shape
     whole = moment.new_empty(groups, size + 1, size + 1)
     whole[:, :size, :size] = moment
-    whole[:, :size, size] = sums
-    whole[:, size, :size] = sums
-    whole[:, size, size] = rows
+    fill_ones(whole, sums, rows)
     return whole
+
+
+def fill_ones(whole: Tensor, sums: Tensor, rows: int) -> None:
+    """Write the last row and column, those of a constant 1, of a second moment ``[groups, D + 1, D + 1]``.
+
+    Args:
+        whole: the moment.
+        sums: of all rows of inputs, ``[groups, D]``.
+        rows: how many there are.
+    """
+    whole[:, :-1, -1] = sums
+    whole[:, -1, :-1] = sums
+    whole[:, -1, -1] = rows
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

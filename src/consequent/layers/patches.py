@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from math import prod
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+
+from consequent.maths.triangular_products import square
 
 # A patch matrix is up to kernel-size times larger than its image.
 PATCH_ELEMENTS_AT_ONCE = 2**24
@@ -35,8 +38,31 @@ def patch_rows(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Size
     return view.permute(order).reshape(groups, -1, view.shape[2] * prod(kernel_size))
 
 
-def patch_moment(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Sizes, groups: int = 1) -> Tensor:
-    """``[groups, D, D]``: the sum of ``x xᵀ`` over all patches, which are formed a few images at a time."""
+def patch_sum(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Sizes) -> tuple[Tensor, int]:
+    """The sum of all patches of one image, ``[channels, *taps]``, and how many they are.
+
+    Args:
+        padded: ``[channels, *space]``, with its padding.
+        kernel_size: of the patches; likewise the rest.
+        stride: from one to the next.
+        dilation: from one of their taps to the next.
+    """
+    counts = positions(padded.shape[1:], kernel_size, stride, dilation)
+    sums = padded
+    for dim, count in enumerate(counts, start=1):  # each tap meets so many pixels in each dimension
+        k, s, d = kernel_size[dim - 1], stride[dim - 1], dilation[dim - 1]
+        met = [sums[(*[slice(None)] * dim, slice(tap * d, tap * d + (count - 1) * s + 1, s))] for tap in range(k)]
+        sums = torch.stack([pixels.sum(dim) for pixels in met], dim=dim)
+    return sums, prod(counts)
+
+
+def patch_moment(
+    padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Sizes, groups: int = 1, *, room: int = 0
+) -> Tensor:
+    """``[groups, D, D]``: the sum of ``x xᵀ`` over all patches, which are formed a few images at a time.
+
+    With ``room``, so many rows and columns more, at the end, are left for others to fill.
+    """
     channels, taps, dims = padded.shape[1] // groups, prod(kernel_size), len(kernel_size)
     view = _patch_view(padded, kernel_size, stride, dilation, groups)
     channels_last = padded.stride(1) == 1 and channels > 1
@@ -44,14 +70,20 @@ def patch_moment(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Si
     inner = (*range(3 + dims, 3 + 2 * dims), 2) if channels_last else (2, *range(3 + dims, 3 + 2 * dims))
     ordered = view.permute(1, 0, *range(3, 3 + dims), *inner)
     per_image = max(1, ordered[:, :1].numel())
-    moment = padded.new_zeros(groups, channels * taps, channels * taps)
-    for chunk in ordered.split(max(1, PATCH_ELEMENTS_AT_ONCE // per_image), dim=1):
-        rows = chunk.reshape(groups, -1, channels * taps)
-        moment.baddbmm_(rows.mT, rows)
+    chunks = ordered.split(max(1, PATCH_ELEMENTS_AT_ONCE // per_image), dim=1)
+    size = channels * taps
+    moment = square(chunks[0].reshape(groups, -1, size))
+    for chunk in chunks[1:]:
+        moment += square(chunk.reshape(groups, -1, size))
+    if not channels_last and not room:
+        return moment
+    whole = moment.new_empty(groups, size + room, size + room)
     if channels_last:
-        blocks = moment.view(groups, taps, channels, taps, channels)
-        return blocks.permute(0, 2, 1, 4, 3).reshape(moment.shape)
-    return moment
+        blocks = moment.view(groups, taps, channels, taps, channels).permute(0, 2, 1, 4, 3)
+        whole[:, :size, :size].unflatten(2, (channels, taps)).unflatten(1, (channels, taps)).copy_(blocks)
+    else:
+        whole[:, :size, :size] = moment
+    return whole
 
 
 def _patch_view(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Sizes, groups: int) -> Tensor:

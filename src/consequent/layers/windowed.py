@@ -1,6 +1,6 @@
 """What convolutions and transposed convolutions have in common: the taps of a window meet the pixels of an image."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, prod
 from typing import Any
@@ -28,6 +28,16 @@ class Windowed(Operation):
     def spatial_dims(self) -> int:  # type: ignore[override]
         """How many dimensions the space has."""
         return len(self.kernel_size)
+
+    @property
+    def taps(self) -> int:
+        """Those of the window."""
+        return prod(self.kernel_size)
+
+    def of_channels(self, inputs: Tensor, start: int, stop: int) -> tuple[Operation, Tensor]:
+        """Some channels of each group only."""
+        by_group = inputs.unflatten(1, (self.groups, -1))[:, :, start:stop]
+        return replace(self, features=(stop - start) * self.taps), by_group.flatten(1, 2)
 
     def output_rows(self, outputs: Tensor) -> Tensor:
         """``[groups, images · positions, channels]``."""

@@ -33,8 +33,8 @@ __all__ = ["Side", "consequential_gradient"]
 
 Side = Literal["auto", "samples", "features"]
 
-# Up to this size two products with the inverse of a Cholesky factor take a fraction of the time of two triangular
-# solves, and are as accurate.
+# Up to this size a product with the inverse takes less time than two triangular solves for as many columns or more, and
+# is as accurate.
 _SMALL = 128
 
 
@@ -166,11 +166,13 @@ def quick_solve(matrix: Tensor, right: Tensor, damping: float | Tensor, *, with_
     factor = quick_cholesky(matrix, damping, with_digits=with_digits)
     if factor is None:
         return None
-    if matrix.shape[-1] > _SMALL:
-        return torch.cholesky_solve(right, factor)
-    identity = torch.eye(matrix.shape[-1], dtype=factor.dtype, device=factor.device)
-    inverse: Tensor = torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False)
-    return inverse.mT @ (inverse @ right)
+    size = matrix.shape[-1]
+    if size <= _SMALL and size < right.shape[-1]:
+        return torch.cholesky_inverse(factor) @ right
+    # From the right, which LAPACK does in two thirds of the time.
+    half = torch.linalg.solve_triangular(factor.mT, right.mT, upper=True, left=False)
+    solution: Tensor = torch.linalg.solve_triangular(factor, half, upper=False, left=False)
+    return solution.mT
 
 
 def quick_cholesky(matrix: Tensor, damping: float | Tensor, *, with_digits: bool) -> Tensor | None:

@@ -1,7 +1,8 @@
-"""Products with lower triangular matrices, without most of the multiplications by zero.
+"""Products with lower triangular matrices, without most of the multiplications by zero, and symmetric products.
 
 A product is computed by parts of its columns (or rows), each with the part of the triangle that is not zero. Many parts
-save most, nearly half of the work; as long as each of them still keeps a GPU busy.
+save most, nearly half of the work; as long as each of them still keeps a GPU busy. Of a product that is symmetric, the
+triangle is computed so, and mirrored.
 """
 
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from torch import Tensor
 
 ENTRIES = 2**20  # of a part of the result, at least
 WIDTH = 256  # of a part, at least
+SQUARE_BY_PARTS = 128  # columns, at least
 
 
 def by_transposed(left: Tensor, lower: Tensor) -> Tensor:
@@ -53,7 +55,7 @@ def lower_by(lower: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
     return out
 
 
-def square(root: Tensor) -> Tensor:
+def lower_square(root: Tensor) -> Tensor:
     """``root rootᵀ``, of which the part above the diagonal is not to be used.
 
     Args:
@@ -77,6 +79,27 @@ def subtract_square(matrix: Tensor, root: Tensor) -> Tensor:
         below = difference[:, start:, start:stop]
         torch.baddbmm(matrix[:, start:, start:stop], root[:, start:], root[:, start:stop].mT, alpha=-1, out=below)
     return difference
+
+
+def square(rows: Tensor) -> Tensor:
+    """``rowsᵀ rows``, of which on a CPU only what is on and below the diagonal is multiplied out, or little more.
+
+    Args:
+        rows: ``[batch, m, n]``.
+
+    Returns:
+        ``[batch, n, n]``.
+    """
+    size = rows.shape[-1]
+    if rows.is_cuda or size < SQUARE_BY_PARTS:
+        return rows.mT @ rows
+    product = rows.new_empty(len(rows), size, size)
+    width = -(-size // (16 * (4 if size >= 2 * SQUARE_BY_PARTS else 3))) * 16
+    for start in range(0, size, width):
+        stop = min(start + width, size)
+        torch.bmm(rows[:, :, start:].mT, rows[:, :, start:stop], out=product[:, start:, start:stop])
+        product[:, start:stop, stop:] = product[:, stop:, start:stop].mT
+    return product
 
 
 def _parts(product: Tensor) -> Iterator[tuple[int, int]]:

@@ -11,6 +11,7 @@ from torch.optim import SGD, Optimizer
 
 from consequent.capture.torch_internals import answers_at_once
 from consequent.maths.damping import Damping
+from consequent.options.settings import check_largest_block
 
 
 def damping_in(group: dict[str, Any]) -> Damping | None:
@@ -18,11 +19,24 @@ def damping_in(group: dict[str, Any]) -> Damping | None:
     return Damping.chosen(group.get("damping"), group.get("relative_damping"), " (in a parameter group)")
 
 
-class Groups:
-    """The parameter groups of an optimiser; without one, all parameters of the model in a group of their own."""
+def largest_block_in(group: dict[str, Any], default: int | None) -> int | None:
+    """How many features are solved for together in a parameter group. Raises if it can be no such number."""
+    largest_block: int | None = group.get("largest_block", default)
+    check_largest_block(largest_block, " (in a parameter group)")
+    return largest_block
 
-    def __init__(self, model: nn.Module, default: Damping) -> None:
+
+class Groups:
+    """The parameter groups of an optimiser; without one, all parameters of the model in a group of their own.
+
+    Attributes:
+        model: the model.
+        largest_block: B of groups that have none of their own; None: features are not cut into blocks.
+    """
+
+    def __init__(self, model: nn.Module, default: Damping, largest_block: int | None = None) -> None:
         self.model = model
+        self.largest_block = largest_block
         self._default = default
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._group_of: dict[Tensor, dict[str, Any]] = {}
@@ -86,6 +100,11 @@ class Groups:
         if group is None or ("damping" not in group and "relative_damping" not in group):
             return self._default
         return damping_in(group) or self._default
+
+    def largest_block_of(self, parameter: Tensor) -> int | None:
+        """B for a parameter: its group's own, or the default."""
+        group = self._group_of.get(parameter)
+        return self.largest_block if group is None else largest_block_in(group, self.largest_block)
 
     def learning_rate_of(self, parameter: Tensor) -> float:
         """μ for a parameter: how far a step goes down the gradient in ``.grad``."""

@@ -27,6 +27,7 @@ class Options(TypedDict, total=False):
     exclude: Patterns
     averaging: float
     refresh: int
+    largest_block: int | None
     bound: float | None
     check: bool
     foresight: bool
@@ -54,6 +55,17 @@ def check_averaging(averaging: float, refresh: int, *, at: str, foresight: bool)
         raise ValueError('averaging= and refresh= need at="step", the default: a backward pass does not know the step')
     if foresight:
         raise ValueError("foresight=True compares with a step's own inputs: leave averaging= and refresh= out")
+
+
+def check_largest_block(largest_block: int | None, where: str = "") -> None:
+    """Raise unless it is a number of features that are solved for together, or None: all of them."""
+    if largest_block is None:
+        return
+    if isinstance(largest_block, bool) or not isinstance(largest_block, int) or largest_block < 1:
+        raise ValueError(
+            f"largest_block{where} must be a whole number of features ≥ 1, or None for no blocks, got "
+            f"{largest_block!r}; 2048 cuts only layers that are wider"
+        )
 
 
 def check_loss_reduction(loss_reduction: LossReduction) -> None:

@@ -44,6 +44,8 @@ def describe(
     others = [] if correction.at == "step" else [f"at={correction.at!r}"]
     if correction.averaging > 0 or correction.refresh > 1:
         others += [f"averaging={correction.averaging:g}", f"refresh={correction.refresh}"]
+    if correction.largest_block is not None:
+        others.append(f"largest_block={correction.largest_block}")
     others.append(f"bound={correction.bound}")
     further = "".join(f", {other}" for other in others)
     lines = [f"Consequentialism({dampings}, loss_reduction={reduction!r}{further}), {where}"]
@@ -66,6 +68,7 @@ def describe(
         side = {
             "samples": "solved on the sample side",
             "features": f"solved on the feature side, {columns} × {columns}",
+            "blocks": "solved on the feature side, in blocks",
         }.get(sides.get(name, ""), "side chosen at the first step")
         lines.append(line(name, f"{layer_type}, {columns} input columns, {side}"))
     lines.append(f"  plain ({len(plain)}):")

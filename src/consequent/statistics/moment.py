@@ -82,7 +82,7 @@ class Moment(Statistic):
         trace = trace_of(matrix).sum()
         explained = gradient if apart is None else gradient - apart.all
         solved = solve_with_moment(matrix, explained, self.rows, damping, may_wait=may_wait, factor=factor)
-        return _joined(record, gradient, solved, apart, trace)
+        return joined(record, gradient, solved, apart, trace)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,10 +123,10 @@ class Factor(Statistic):
         apart = apart_from_rows(record, damping, traces, may_wait=may_wait) if record.beside else None
         solution, more_damped, failures = factor.solve((gradient if apart is None else gradient - apart.all).mT)
         solved = Solved(solution.mT, (traces.sum() + gradient.sum() + solution.sum()).isfinite(), more_damped, failures)
-        return _joined(record, gradient, solved, apart, traces.sum())
+        return joined(record, gradient, solved, apart, traces.sum())
 
 
-def _joined(record: "Record", gradient: Tensor, solved: "Solved", apart: Apart | None, trace: Tensor) -> Solution:
+def joined(record: "Record", gradient: Tensor, solved: "Solved", apart: Apart | None, trace: Tensor) -> Solution:
     """What was solved for, and the parts of the gradient that were not.
 
     Args:

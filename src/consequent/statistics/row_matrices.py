@@ -14,7 +14,7 @@ from consequent.layers import Operation
 from consequent.layers.operation import at_least_float32
 from consequent.maths.damping import Damping, Level
 from consequent.maths.ridge import damped_solve_or_fall_back, quick_solve
-from consequent.statistics.gradients import dot
+from consequent.statistics.gradients import dot, trace_of
 
 
 class Coefficients(NamedTuple):
@@ -26,8 +26,8 @@ class Coefficients(NamedTuple):
         rescued: matrices that needed float64, or more damping.
         fallen_back: matrices that could not be factorised even so.
         shortening: ``1 / (trace + λ)``, ``[groups]``, for those; None where it was looked at and there are none.
-        energy: ``⟨U, G⟩`` of the new and the old gradient,
-        trace: and that of ``XXᵀ``, for the bound; both of all groups together.
+        level: λ, a number or ``[groups, 1, 1]``,
+        trace: and that of ``XXᵀ``, of all groups together; both for the bound.
     """
 
     values: Tensor | None
@@ -35,7 +35,7 @@ class Coefficients(NamedTuple):
     rescued: int | Tensor = 0
     fallen_back: int | Tensor = 0
     shortening: Tensor | None = None
-    energy: float | Tensor = 0.0
+    level: float | Tensor = 0.0
     trace: float | Tensor = 0.0
 
 
@@ -147,11 +147,13 @@ class RowMatrices:
         level = damping.level(*self.size)
         if not may_wait:
             return self._solve_unseen(gram, level)
-        trace, added = gram.diagonal(dim1=-2, dim2=-1).sum(-1), level(gram)
+        traces = trace_of(gram)
+        trace = traces.sum().item()
+        added = level.of(trace) if len(gram) == 1 else level.at(traces)[:, None, None]
         values = quick_solve(gram, dZ, added, with_digits=True)
         rescued = fallen_back = 0
         if values is None:
-            if not trace.isfinite().all():
+            if not math.isfinite(trace):
                 return Coefficients(None, False)
             exact = self.double()  # the rows are still there: in float64 the answer is free of float32's rounding
             values, rescued, fallen_back = damped_solve_or_fall_back(exact.gram(), exact.output_grads, added)
@@ -160,9 +162,8 @@ class RowMatrices:
             self.__dict__.pop("ones", None)
             if dZ.dtype != torch.float64:
                 rescued = len(gram) - fallen_back
-        energy = energy_of(values, self.output_grads, added)
         finite = math.isfinite(values.sum().item())
-        return Coefficients(values, finite, rescued, fallen_back, energy=energy, trace=trace.sum())
+        return Coefficients(values, finite, rescued, fallen_back, level=added, trace=trace)
 
     def _solve_unseen(self, gram: Tensor, level: Level) -> Coefficients:
         factor = inverse_factor(gram, level)
@@ -172,8 +173,8 @@ class RowMatrices:
         shortening = torch.where(is_good == 0, 1 / (trace + levels), 0)
         finite = (values.sum() + gram.diagonal(dim1=-2, dim2=-1).sum() + self.output_grads.sum()).isfinite()
         fallen_back = ((is_good == 0) & trace.isfinite()).sum()
-        energy = energy_of(values, self.output_grads, levels[:, None, None])
-        return Coefficients(values, finite, factor.is_rescued.sum(), fallen_back, shortening, energy, trace.sum())
+        rescued, level_of_each = factor.is_rescued.sum(), levels[:, None, None]
+        return Coefficients(values, finite, rescued, fallen_back, shortening, level_of_each, trace.sum())
 
     @property
     def size(self) -> tuple[int, int]:

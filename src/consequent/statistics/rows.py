@@ -11,9 +11,10 @@ from consequent.capture.edits import factors_of_gradients
 from consequent.capture.use import Use
 from consequent.maths.damping import Damping
 from consequent.maths.precision import in_full_precision
+from consequent.statistics.blocks import Blocks, Cuts, cuts_of
 from consequent.statistics.gradients import apart_from_rows, change_of, dot, gradient_matrix, trace_of
 from consequent.statistics.moment import Moment
-from consequent.statistics.row_matrices import RowMatrices
+from consequent.statistics.row_matrices import RowMatrices, energy_of
 from consequent.statistics.solution import Solution
 from consequent.statistics.statistic import Statistic, with_bias_of
 
@@ -35,14 +36,20 @@ class Rows(Statistic):
         uses, biases = (*self.uses, use), with_bias_of(use, self.biases)
         return replace(self, uses=uses, biases=biases, rows=self.rows + use.rows)
 
+    def cuts(self, largest_block: int | None) -> Cuts:
+        """How the features are cut into blocks; () where they are not."""
+        return cuts_of(self.operation, self.features, self.rows, largest_block)
+
     @in_full_precision
-    def moment(self, *, keep_rows: bool) -> Moment:
+    def moment(self, *, keep_rows: bool, cuts: Cuts = ()) -> Moment | Blocks:
         """The second moment, which stands for them from now on.
 
         Args:
             keep_rows: whether the uses keep their inputs and output gradients all the same.
+            cuts: of the features into blocks.
         """
-        moment = Moment.of(self.uses, self.features, self.biases)
+        of = (self.uses, self.features, self.biases)
+        moment = Blocks.of(*of, cuts) if cuts else Moment.of(*of)
         if not keep_rows:
             for use in self.uses:
                 use.let_go()
@@ -79,6 +86,7 @@ class Rows(Statistic):
         values = solved.values
         if values is None:
             return Solution(record, "samples", False)
+        energy = energy_of(values, rows.output_grads, solved.level) * factor**2
         if factor != 1.0:
             values *= factor
         solution = Solution(
@@ -88,7 +96,7 @@ class Rows(Statistic):
             others=others,
             rescued=solved.rescued,
             fallen_back=solved.fallen_back,
-            change=change_of(record, solved.energy * factor**2, solved.trace),
+            change=change_of(record, energy, solved.trace),
         )
         if shortened is None:
             solution.coefficients, solution.rows = values, rows

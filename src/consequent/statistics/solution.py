@@ -20,7 +20,7 @@ class Solution:
 
     Attributes:
         record: whose they are.
-        side: on which they were solved, "samples" or "features".
+        side: on which they were solved, "samples", "features" or, of the latter, "blocks".
         finite: whether no NaN or inf was met.
         gradient: ``[groups, out_features, columns]``; None where the next two stand for it, on the sample side.
         coefficients: A, ``[groups, rows, out_features]``, of which the gradient is ``Aᵀ X``.

@@ -9,7 +9,7 @@ from torch import Tensor
 from consequent.engines.inverse_factor import InverseFactor, inverse_factor
 from consequent.maths.damping import Level
 from consequent.maths.precision import in_full_precision, without_autocast
-from consequent.maths.triangular_products import by_lower, by_transposed, square
+from consequent.maths.triangular_products import by_lower, by_transposed, lower_square
 
 
 class RowLayer(NamedTuple):
@@ -52,7 +52,7 @@ class RowGroup:
         from consequent.engines.gpu.kernels.padded_rows import padded_rows
 
         self._rows = padded_rows([layer.inputs for layer in self._layers], ones=self._layers[0].has_bias)
-        return square(self._rows)
+        return lower_square(self._rows)
 
     def solve(self) -> tuple[Tensor, Tensor]:
         """``s ΔZᵀ (X Xᵀ + λI)⁻¹ X`` for each layer, and its last column; without a factor ``s ΔZᵀ X / (trace + λ)``.
