@@ -257,7 +257,7 @@ class Record:
         self.accumulated = [(parameter, GradMark(parameter.grad)) for parameter in self.members]
         if self.beside:
             self.beside.note(self.grads)
-        if isinstance(self.statistic, Moment) and not self.biases and self._may_be_looked_at:
+        if isinstance(self.statistic, Moment | Blocks) and not self.biases and self._may_be_looked_at:
             self.was_left_zero = not any(is_nonzero(grad[:1]) or is_nonzero(grad) for grad in self.grads)
 
     def mark_corrected(self, parameters: Iterable[Tensor]) -> None:
