@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from consequent.capture.torch_internals import apply_of, backward_pass_id, version_of, will_run
+from consequent.capture.torch_internals import apply_of, backward_pass_id, will_run
 from consequent.capture.uncompiled import leave_uncompiled
 from consequent.capture.use import Entry, Use
 from consequent.maths.damping import Damping
@@ -52,12 +52,16 @@ class Gate:
     them in C++, Python's garbage collector would not find.
     """
 
-    def __init__(self, corrector: "BackwardCorrector", leaves: tuple[Tensor, ...], held: tuple[Tensor, ...]) -> None:
-        self._corrector = weakref.ref(corrector)
+    __slots__ = ("_corrector", "_products", "_transposed", "_versions", "_was_run", "held", "leaves")
+
+    def __init__(
+        self, corrector: "weakref.ref[BackwardCorrector]", leaves: tuple[Tensor, ...], held: tuple[Tensor, ...]
+    ) -> None:
+        self._corrector = corrector
         self.leaves = leaves
         self.held = held  # as the optimiser holds them
         self._was_run = False
-        self._versions = list(map(version_of, leaves))
+        self._versions = [leaf._version for leaf in leaves]
         self._products: dict[int, list[Reached]] = {}
         self._transposed: dict[int, Tensor] = {}
 
@@ -66,15 +70,14 @@ class Gate:
         """Whose it is, as long as that exists."""
         return self._corrector()
 
-    def stand_ins(self) -> dict[Tensor, Tensor]:
-        """For each parameter what products are to be computed with: the same numbers, behind a node of the graph."""
-        outputs = _apply_gate(self, *self.leaves)
-        return dict(zip(self.held, outputs if isinstance(outputs, tuple) else (outputs,), strict=True))
-
-    @property
-    def is_over(self) -> bool:
-        """Whether a backward pass ran through it, or the parameters were written to: forward passes need another."""
-        return self._was_run or list(map(version_of, self.leaves)) != self._versions
+    def is_for(self, leaves: tuple[Tensor, ...]) -> bool:
+        """Whether it is one for these parameters still; not if a pass ran through it, or they were written to."""
+        if self._was_run or len(leaves) != len(self.leaves):
+            return False
+        for known, leaf, version in zip(self.leaves, leaves, self._versions, strict=True):
+            if known is not leaf or leaf._version != version:
+                return False
+        return True
 
     def reach(self, product: Reached) -> None:
         """A product hands in what it knows."""
@@ -93,7 +96,10 @@ class Gate:
         """The node is run: all products of the pass have handed in theirs."""
         self._was_run = True
         now = backward_pass_id()
-        arrived = {leaf: grad for leaf, grad in zip(self.held, grads, strict=True) if grad is not None}
+        arrived: dict[Tensor, Tensor] = {}
+        for leaf, grad in zip(self.held, grads, strict=True):
+            if grad is not None:
+                arrived[leaf] = grad
         return Gathered(self._products.pop(now, []), self._transposed.pop(now, None), arrived)
 
 
@@ -102,7 +108,7 @@ class _GateFunction(torch.autograd.Function):
     def forward(ctx: Any, gate: Gate, *leaves: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.gate = gate
-        aliases = tuple(leaf.detach() for leaf in leaves)
+        aliases = tuple([leaf.detach() for leaf in leaves])
         return aliases if len(aliases) > 1 else aliases[0]
 
     @staticmethod
@@ -111,12 +117,18 @@ class _GateFunction(torch.autograd.Function):
         gathered = gate.gather(grads)
         corrector = gate.corrector
         new = {} if corrector is None else corrector.solve(gate, gathered, [node for node, _ in ctx.next_functions])
-        return (None, *(new.get(parameter) for parameter in gate.held))
+        return (None, *[new.get(parameter) for parameter in gate.held]) if new else (None,) * (1 + len(gate.held))
 
 
-leave_uncompiled(__name__, "backward", of_class="_GateFunction")
+class _UncompiledGateFunction(_GateFunction):
+    """The same for layers that are called from compiled code, where the backward pass may be compiled, too."""
 
-_apply_gate = apply_of(_GateFunction)
+    backward = staticmethod(_GateFunction.backward)
+
+
+leave_uncompiled(__name__, "backward", of_class="_UncompiledGateFunction")
+
+_apply_gate, _apply_uncompiled_gate = apply_of(_GateFunction), apply_of(_UncompiledGateFunction)
 
 
 Solve = Callable[[Gathered, Damping, float, Sequence[Node | None]], dict[Tensor, Tensor]]
@@ -140,31 +152,53 @@ class BackwardCorrector:
         self._damping_of = damping_of
         self._divisor_for = divisor_for
         self._solve = solve
-        self._gates: dict[Tensor, tuple[Gate, dict[Tensor, Tensor]]] = {}  # by weight, with the stand-ins
-        self._biases: dict[Tensor, list[Tensor]] = {}  # of the layers with each weight
+        self._gates: dict[int, tuple[Gate, tuple[Tensor, ...]]] = {}  # by the weight's id, with the stand-ins
+        self._biases: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by its id: the weight, those of the layers with it
+        self._self = weakref.ref(self)
         self._open: list[Entry] = []  # whose backward pass may come
         self._divisors: dict[int, float] = {}  # of the last passes
         self._reached: dict[int, set[Entry]] = {}  # by the last passes
 
     # ---- what products say ------------------------------------------------------------------------------------------
 
-    def before_product(self, use: Use, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def before_product(
+        self, use: Use, weight: Tensor, bias: Tensor | None, *, is_compiled: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Stand-ins for the parameters that are corrected, behind which is their gate."""
-        leaves = {use.weight: weight} if use.trains_weight else {}
-        for held in self._biases.get(use.weight, ()):  # other layers with this weight may have biases of their own
-            leaves[held] = bias if held is use.bias and bias is not None else held
-        if use.bias is not None and bias is not None:
-            leaves[use.bias] = bias
-        known = self._gates.get(use.weight)
-        if known is None or known[0].is_over or not _are_same(known[0].leaves, tuple(leaves.values())):
-            gate = Gate(self, tuple(leaves.values()), tuple(leaves))
-            known = self._gates[use.weight] = gate, gate.stand_ins()
+        held, leaves = self._parameters(use, weight, bias)
+        known = self._gates.get(id(use.weight))
+        if known is None or not known[0].is_for(leaves):
+            gate = Gate(self._self, leaves, held)
+            outputs = (_apply_uncompiled_gate if is_compiled else _apply_gate)(gate, *leaves)
+            known = self._gates[id(use.weight)] = gate, outputs if isinstance(outputs, tuple) else (outputs,)
         stand_ins = known[1]
         if use.trains_weight:
-            weight = stand_ins[use.weight]
+            weight = stand_ins[0]
         if use.bias is not None:
-            bias = stand_ins[use.bias]
+            for parameter, stand_in in zip(known[0].held, stand_ins, strict=True):
+                if parameter is use.bias:
+                    bias = stand_in
         return weight, bias
+
+    def _parameters(
+        self, use: Use, weight: Tensor, bias: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The weight, if it is trained, and its biases: as the optimiser holds them, and as the layer has them.
+
+        Other layers with this weight may have biases of their own.
+        """
+        known = self._biases.get(id(use.weight))
+        others = () if known is None or known[0] is not use.weight else known[1]
+        if use.trains_weight and (not others or (len(others) == 1 and others[0] is use.bias)):  # as usual
+            if use.bias is None or bias is None:
+                return (use.weight, *others), (weight, *others)
+            return (use.weight, use.bias), (weight, bias)
+        leaves = {use.weight: weight} if use.trains_weight else {}
+        for other in others:
+            leaves[other] = bias if other is use.bias and bias is not None else other
+        if use.bias is not None and bias is not None:
+            leaves[use.bias] = bias
+        return tuple(leaves), tuple(leaves.values())
 
     def after_product(self, use: Use, outputs: Tensor) -> None:
         """Remember by which node it can be told whether a pass goes through this forward pass."""
@@ -198,8 +232,11 @@ class BackwardCorrector:
 
     def solve(self, gate: Gate, gathered: Gathered, accumulators: Sequence[Node | None]) -> dict[Tensor, Tensor]:
         """New gradients, by parameter. The gate is over, and its graph need not be kept."""
-        for weight in [weight for weight, (known, _) in self._gates.items() if known is gate]:
-            del self._gates[weight]
+        if gathered.products:
+            weight = id(gathered.products[0].use.weight)
+            known = self._gates.get(weight)
+            if known is not None and known[0] is gate:
+                del self._gates[weight]
         if not gathered.products:
             return gathered.arrived
         key = gathered.products[0].use.key
@@ -222,8 +259,8 @@ class BackwardCorrector:
 
     def correct_only(self, biases: dict[Tensor, list[Tensor]]) -> None:
         """Only these weights are corrected from now on."""
-        self._gates = {weight: gate for weight, gate in self._gates.items() if weight in biases}
-        self._biases = biases
+        self._biases = {id(weight): (weight, its) for weight, its in biases.items()}
+        self._gates = {key: gate for key, gate in self._gates.items() if key in self._biases}
 
     def remove(self) -> None:
         """Forget everything."""
@@ -238,7 +275,3 @@ def _last(passes: dict[int, Any]) -> None:
 
 def _takes_part(entry: Entry) -> bool:
     return any(will_run(node()) for node in entry.nodes)
-
-
-def _are_same(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

@@ -70,7 +70,9 @@ class StepCorrector:
 
     # ---- what products say ------------------------------------------------------------------------------------------
 
-    def before_product(self, use: Use, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def before_product(
+        self, use: Use, weight: Tensor, bias: Tensor | None, *, is_compiled: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Does not happen: gradients are not replaced yet."""
         return weight, bias
 

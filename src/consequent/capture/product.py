@@ -54,13 +54,16 @@ class Listener(Protocol):
             node: to which it goes in the graph: the accumulator of the parameter's ``.grad``, usually.
         """
 
-    def before_product(self, use: Use, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def before_product(
+        self, use: Use, weight: Tensor, bias: Tensor | None, *, is_compiled: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """What the product is computed with in place of the layer's weight W and bias.
 
         Args:
             use: the call, of which the product is not computed yet.
             weight: the layer's.
             bias: likewise, if it has one.
+            is_compiled: whether the layer is called from compiled code.
         """
 
     def after_product(self, use: Use, outputs: Tensor) -> None:
@@ -134,6 +137,10 @@ class Product(torch.autograd.Function):
             if torch.is_grad_enabled():
                 own = weight if call.uncast is None else call.uncast
                 input_grad = Transpose.apply(output_grad, own, inputs, call, weight_node)  # type: ignore[no-untyped-call]
+            elif weight_runs and not wants_weight and uses[0][1].gains_from_plain_grads:
+                use = uses[0][1]
+                input_grad, plain, plain_bias = operation.gradients(output_grad, inputs, weight, use.bias is not None)
+                use.plain_grads = plain, plain_bias
             elif wants_weight:
                 input_grad, weight_grad, bias_grad = operation.gradients(output_grad, inputs, weight, wants_bias)
             else:

@@ -60,6 +60,8 @@ class Use:
         output_shape: of the layer's outputs, if these are not canonical.
         inputs: canonical ones, once the backward pass was there; None where the weight is not trained.
         output_grad: ΔZ, likewise.
+        plain_grads: of the weight and the bias, where they were computed with the gradient of the inputs although they
+            are going to be replaced: on the feature side, of convolutions, for which that is cheaper.
         address: of the inputs in the forward pass.
         recomputed_in: the backward pass in which the call was made, if it was (reentrant checkpointing).
         inputs_version: how often the inputs had been written to when the backward pass was there.
@@ -82,6 +84,7 @@ class Use:
     inputs: Tensor | None = None
     inputs_version: int = -1
     output_grad: Tensor | None = None
+    plain_grads: tuple[Tensor, Tensor | None] | None = None
     inputs_there: torch.cuda.Event | None = None
     output_grad_there: torch.cuda.Event | None = None
 
@@ -97,6 +100,13 @@ class Use:
     def features(self) -> int:
         """Columns of the inputs that meet the weight, per group; none where only the bias is trained."""
         return self.operation.features if self.trains_weight else 0
+
+    @property
+    def gains_from_plain_grads(self) -> bool:
+        """Whether the plain gradients are cheaper with that of the inputs, and are needed to be replaced."""
+        if self.operation.is_dense or self.operation.is_sparse or not self.trains_weight:
+            return False
+        return self.rows >= self.operation.features + (self.bias is not None)
 
     @property
     def inputs_stayed(self) -> bool:
@@ -120,7 +130,7 @@ class Use:
 
     def let_go(self) -> None:
         """Inputs and output gradients are not needed any more."""
-        self.inputs = self.output_grad = None
+        self.inputs = self.output_grad = self.plain_grads = None
 
     def refuse_overwritten_inputs(self) -> None:
         """Raise if somebody wrote to the inputs since the backward pass: the correction still needs them."""

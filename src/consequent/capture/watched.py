@@ -190,7 +190,8 @@ class Watch:
             operation.prepare(weight, inputs)
         for listener, use in uses:
             if listener.replaces_gradients:
-                weight, bias = listener.before_product(use, weight, bias)
+                is_compiled = apply is apply_uncompiled_product
+                weight, bias = listener.before_product(use, weight, bias, is_compiled=is_compiled)
         outputs: Tensor = apply(unwrapped_if_left(inputs), weight, bias, Call(operation, uses, weight.dtype))
         if outputs.requires_grad:
             rows = operation.rows(outputs)

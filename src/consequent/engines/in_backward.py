@@ -182,7 +182,7 @@ def _by_moment(
     moments = block_moments(uses, cuts, biases) if cuts else (moment_of(uses, features, biases),)
     parts = []
     if features:
-        plain = _sum([use.operation.weight_gradient(u, g) for use, u, g in gathered.products if u is not None])
+        plain = _sum([_plain_weight_gradient(use, u, g) for use, u, g in gathered.products if u is not None])
         parts.append(operation.weight_matrix(plain).to(moments[0].dtype))
     for bias in biases:
         plain = _sum([use.operation.bias_gradient(g) for use, _, g in gathered.products if use.bias is bias])
@@ -197,6 +197,13 @@ def _by_moment(
         matrix = torch.full_like(matrix, torch.nan)
     gradients = _split(uses, biases, matrix)
     return Corrected(gradients, "blocks" if cuts else "features", solved.finite, solved.rescued, solved.fallen_back)
+
+
+def _plain_weight_gradient(use: Use, inputs: Tensor, output_grad: Tensor) -> Tensor:
+    """``ΔZ Xᵀ``, unless it is known already."""
+    if use.plain_grads is not None:
+        return use.plain_grads[0]
+    return use.operation.weight_gradient(inputs, output_grad)
 
 
 def _differentiable(gathered: Gathered, damping: Damping, scale: float) -> Corrected:

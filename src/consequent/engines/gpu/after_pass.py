@@ -166,7 +166,7 @@ class AfterPass:
     def _add_features(self, waiting: _Waiting) -> None:
         use = waiting.use
         waiting.weight_grad, waiting.bias_grad = _plain_gradients(use)
-        use.output_grad = None
+        use.output_grad = use.plain_grads = None
         record = self._records.setdefault(id(use.weight), Record(use.weight))
         if record.weight is not use.weight or not record.is_empty:  # another pass is under way
             record = Record(use.weight)
@@ -287,12 +287,15 @@ def _plain_gradients(use: Use) -> tuple[Tensor, Tensor | None]:
     """``ΔZᵀX`` and the bias's, in the parameters' shapes and dtype, by products as the user allows them."""
     assert use.inputs is not None
     assert use.output_grad is not None
-    weight_grad = use.operation.weight_gradient(use.inputs, use.output_grad).to(use.weight.dtype)
+    known = use.plain_grads
+    weight_grad = use.operation.weight_gradient(use.inputs, use.output_grad) if known is None else known[0]
+    weight_grad = weight_grad.to(use.weight.dtype)
     if not _is_dense(weight_grad):
         weight_grad = weight_grad.contiguous()
     if use.bias is None:
         return weight_grad, None
-    return weight_grad, use.operation.bias_gradient(use.output_grad).to(use.bias.dtype).contiguous()
+    bias_grad = use.operation.bias_gradient(use.output_grad) if known is None or known[1] is None else known[1]
+    return weight_grad, bias_grad.to(use.bias.dtype).contiguous()
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -22,7 +22,8 @@ def test_all_numbers_are_in_their_places(shape, ones, step):
     inputs = matrices(*shape, step=step)
     found = padded_rows(inputs, ones=ones)
     rows, columns = shape
-    assert found.shape == (3, rows, (columns + ones + 3) // 4 * 4)
+    width = columns + ones
+    assert found.shape == (3, rows, width if columns < 128 else (width + 3) // 4 * 4)
     assert torch.equal(found[:, :, :columns], torch.stack(inputs))
     assert (found[:, :, columns : columns + ones] == 1).all()
     assert (found[:, :, columns + ones :] == 0).all()

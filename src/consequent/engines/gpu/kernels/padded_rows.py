@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The inputs of several dense layers side by side, as products of matrices want them.
 
-Every row gets a last entry 1, whose weight is the bias, and zeros up to a multiple of four numbers, so that rows are
-aligned; and may be rounded to TF32, to nearest. Tensor cores would cut the digits off, which makes every sum of squares
-too small.
+Every row gets a last entry 1, whose weight is the bias; long ones zeros up to a multiple of four numbers, so that rows
+are aligned. They may be rounded to TF32, to nearest: tensor cores would cut the digits off, which makes every sum of
+squares too small.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ __all__ = ["padded_rows"]
 
 _FIELDS = tl.constexpr(2)  # entries of the table per matrix
 _TILE = (16, 256)  # rows, columns
+_ALIGNED_FROM = 128  # features: products of smaller matrices are no faster for it
 
 
 def padded_rows(matrices: Sequence[Tensor], *, ones: bool, rounded: bool = False) -> Tensor:
@@ -34,7 +35,7 @@ def padded_rows(matrices: Sequence[Tensor], *, ones: bool, rounded: bool = False
         rounded: to TF32.
 
     Returns:
-        ``[layers, rows, columns]``: D, one more with ones, and zeros up to a multiple of four.
+        ``[layers, rows, columns]``: D, one more with ones, and if these are many, zeros up to a multiple of four.
     """
     first = matrices[0]
     for matrix in matrices:
@@ -43,7 +44,7 @@ def padded_rows(matrices: Sequence[Tensor], *, ones: bool, rounded: bool = False
         if matrix.shape != first.shape or matrix.ndim != 2:
             raise ValueError(f"all must be matrices of one shape, got {list(first.shape)} and {list(matrix.shape)}")
     rows, features = first.shape
-    width = -(-(features + ones) // 4) * 4
+    width = features + ones if features < _ALIGNED_FROM else -(-(features + ones) // 4) * 4
     result = torch.empty(len(matrices), rows, width, dtype=torch.float32, device=first.device)
     if result.numel() == 0:
         return result
