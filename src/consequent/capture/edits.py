@@ -45,10 +45,27 @@ def factors_on_device(members: "list[tuple[Record, RowMatrices]]") -> tuple[Tens
     Returns:
         ``[records]`` each: the factors, whether there is none, and numbers that are NaN or inf where any was met.
     """
-    found, expected, sizes, unit = _probe(members)
+    return _factors(*_probe(members), rounding(members[0][0]))
+
+
+def factors_of_products(left: Tensor, right: Tensor, found: Tensor, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, from products with random numbers.
+
+    Args:
+        left: ``u ΔZᵀ``, ``[records, groups, probes, rows]``.
+        right: ``v Xᵀ``, likewise.
+        found: ``u G v``, ``[records, groups, probes]``.
+        tolerance: how far rounding may take them apart.
+    """
+    return _factors(found, *_expected(left, right), tolerance)
+
+
+def _factors(
+    found: Tensor, expected: Tensor, sizes: Tensor, unit: Tensor, rounded: float
+) -> tuple[Tensor, Tensor, Tensor]:
     squared = expected.square().sum((-2, -1), keepdim=True)
     factors = torch.where(squared > 0, (found * expected).sum((-2, -1), keepdim=True) / squared, unit)
-    tolerance = rounding(members[0][0]) * factors.abs() * sizes
+    tolerance = rounded * factors.abs() * sizes
     edited = ((found - factors * expected).abs() > tolerance).float().mean((-2, -1)) > 0.5
     return (factors / unit)[:, 0, 0], edited, found.sum((-2, -1))
 
@@ -116,7 +133,15 @@ def _probe(members: "list[tuple[Record, RowMatrices]]") -> tuple[Tensor, Tensor,
     products = [_products(record, rows) for record, rows in members]
     left, right, found = (torch.stack(parts) for parts in list(zip(*products, strict=True))[:3])
     others = [product[3] for product in products]
-    unit = left.new_ones(len(members), 1, 1)
+    expected, sizes, unit = _expected(left, right)
+    if any(other is not None for other in others):
+        expected = expected + torch.stack([torch.zeros_like(found[0]) if o is None else o for o in others]) / unit
+    return found, expected, sizes, unit
+
+
+def _expected(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``u G v`` should be, sizes for rounding, and the unit that both are in."""
+    unit = left.new_ones(len(left), 1, 1)
     if left.numel() > 0:
         unit = left.abs().amax((-2, -1)).amax(-1)[:, None, None].clamp(min=torch.finfo(left.dtype).tiny)
     left = left / unit[..., None]
@@ -126,10 +151,7 @@ def _probe(members: "list[tuple[Record, RowMatrices]]") -> tuple[Tensor, Tensor,
         vector_norm(products_of_rows, dim=-1)
         + vector_norm(left, dim=-1) * vector_norm(right, dim=-1) / max(left.shape[-1], 1) ** 0.5
     )
-    expected = products_of_rows.sum(-1)
-    if any(other is not None for other in others):
-        expected = expected + torch.stack([torch.zeros_like(found[0]) if o is None else o for o in others]) / unit
-    return found, expected, sizes, unit
+    return products_of_rows.sum(-1), sizes, unit
 
 
 def _products(record: "Record", rows: RowMatrices) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

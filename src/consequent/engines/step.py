@@ -13,6 +13,7 @@ from consequent.capture.torch_internals import answers_at_once, graph_is_being_c
 from consequent.capture.use import Entry
 from consequent.engines.bounding import Bounded, shorten
 from consequent.engines.engine import Engine, Outcome, Work
+from consequent.engines.gpu.by_groups import ByGroups
 from consequent.engines.gpu.by_kernels import ByKernels, FusedStep, KernelSolution, fused_step_of
 from consequent.engines.grouped import Grouped
 from consequent.engines.plain import Plain
@@ -38,7 +39,7 @@ from consequent.statistics.gradients import trained
 from consequent.statistics.solution import Solution
 
 # Each work goes to the first engine that takes it.
-ENGINES: tuple[Engine, ...] = (ByKernels(), Grouped(), Unwatched(), Plain())
+ENGINES: tuple[Engine, ...] = (ByKernels(), ByGroups(), Grouped(), Unwatched(), Plain())
 
 
 class Rewriter:

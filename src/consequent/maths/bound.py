@@ -61,5 +61,10 @@ def shortenings_on_device(changes: Sequence[Change], limits: Sequence[float]) ->
         assert isinstance(trace, Tensor)
         energies.append(energy.float())
         allowed.append(trace.float() * (limit**2 * outputs_per_column))  # a tensor of these numbers would be waited for
-    ratios = torch.stack(allowed) / torch.stack(energies)
+    return shortenings_of(torch.stack(energies), torch.stack(allowed))
+
+
+def shortenings_of(energies: Tensor, allowed: Tensor) -> Tensor:
+    """What gradients of these energies are multiplied by, where so much is allowed: ``[layers]``."""
+    ratios = allowed / energies
     return torch.where(ratios < 1, ratios.sqrt(), 1)

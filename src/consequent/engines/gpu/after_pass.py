@@ -22,15 +22,13 @@ from consequent.capture.torch_internals import (
     after_backward,
     backward_pass_id,
     comes_in_time,
-    graph_is_being_captured,
     has_hooks,
 )
 from consequent.capture.use import Use
 from consequent.engines.gpu import kernels
 from consequent.engines.gpu.beside_backward import Ahead
 from consequent.engines.gpu.by_kernels import FusedStep, fits_dense_kernel
-from consequent.engines.gpu.many_rows import RowGroup, RowLayer, factorise_rows
-from consequent.engines.gpu.streams import Fork, side_stream, switched_to
+from consequent.engines.gpu.many_rows import RowGroup, RowLayer, factorise_rows_beside
 from consequent.layers import Operation
 from consequent.maths.damping import Damping
 from consequent.maths.precision import in_full_precision, without_autocast
@@ -214,11 +212,12 @@ class AfterPass:
                 step.add_dense(use, waiting.weight_grad, waiting.bias_grad, waiting.damping, waiting.scale)
             else:
                 many.append(waiting)
-        groups = _factorised_aside(device, many) if many else []
+        layers = [RowLayer.of(waiting.use, waiting.damping, waiting.scale) for waiting in many]
+        groups = factorise_rows_beside(layers, [waiting.use.inputs_there for waiting in many]) if many else []
         if len(many) < len(all_waiting):
             _run(step, counts)
         for group, places in groups:
-            for place, weight_grad, bias_grad in zip(places, *group.solve(), strict=True):
+            for place, weight_grad, bias_grad in zip(places, *group.combined(group.layers[0].scale), strict=True):
                 many[place].weight_grad, many[place].bias_grad = weight_grad, bias_grad
             _count(group, counts)
 
@@ -243,32 +242,6 @@ def _is_ordinary(use: Use) -> bool:
     return all(p.dtype == torch.float32 and _is_dense(p) for p in held)
 
 
-def _row_layer(waiting: _Waiting) -> RowLayer:
-    use = waiting.use
-    assert use.inputs is not None
-    assert use.output_grad is not None
-    inputs, output_grads = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (use.inputs, use.output_grad))
-    has_bias = use.bias is not None
-    level = waiting.damping.level(use.rows, use.features + has_bias)
-    return RowLayer(inputs, output_grads, has_bias, level, waiting.scale)
-
-
-def _factorised_aside(device: torch.device, many: list[_Waiting]) -> list[tuple[RowGroup, list[int]]]:
-    """The Gram matrices' factors; in a CUDA graph beside the backward pass, since they need its inputs alone.
-
-    On the stream of other factors: their programs wait for each other, and two launches might each have half of the
-    device.
-    """
-    layers = [_row_layer(waiting) for waiting in many]
-    if not graph_is_being_captured():
-        return factorise_rows(layers)
-    aside = Fork(side_stream(device, "factors"), [waiting.use.inputs_there for waiting in many])
-    with switched_to(aside.stream):
-        groups = factorise_rows(layers)
-    aside.join()
-    return groups
-
-
 @in_full_precision
 def _run(step: FusedStep, counts: Tensor) -> None:
     step.prepare()
@@ -278,8 +251,7 @@ def _run(step: FusedStep, counts: Tensor) -> None:
 def _count(group: RowGroup, counts: Tensor) -> None:
     from consequent.engines.gpu.kernels.counting import count_factors
 
-    assert group.factors is not None
-    count_factors(group.factors.status, counts)
+    count_factors(group.status, counts)
 
 
 @without_autocast

@@ -98,7 +98,7 @@ class FusedStep:
     def take(self, work: Work) -> bool:
         """Take the work if there is a kernel for it."""
         record, damping = work.record, work.damping
-        grads = _grads_of_one_layer(record)
+        grads = grads_of_one_layer(record)
         if grads is None or damping.value == 0 or record.weight.device != self.device:
             return False
         if type(record.statistic) is Rows:
@@ -246,7 +246,7 @@ def fits_dense_kernel(use: Use) -> bool:
     return 0 < use.rows <= MOST_ROWS and inputs.dtype == torch.float32 and output_grad.dtype == torch.float32
 
 
-def _grads_of_one_layer(record: Record) -> tuple[Tensor, Tensor | None] | None:
+def grads_of_one_layer(record: Record) -> tuple[Tensor, Tensor | None] | None:
     """The gradients of a weight and its only bias, if that is all there is and they lie in memory as kernels expect."""
     weight_grad = record.weight.grad
     if not record.features or weight_grad is None or len(record.biases) > 1 or record.beside:

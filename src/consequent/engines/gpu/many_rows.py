@@ -1,14 +1,19 @@
 """Dense layers on the sample side that have more rows than the dense kernel takes, those of one shape together."""
 
 from collections.abc import Hashable, Sequence
+from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from consequent.capture.torch_internals import graph_is_being_captured
+from consequent.capture.use import Use
+from consequent.engines.gpu.streams import Fork, side_stream, switched_to
 from consequent.engines.inverse_factor import InverseFactor, inverse_factor
-from consequent.maths.damping import Level
-from consequent.maths.precision import in_full_precision, without_autocast
+from consequent.maths.damping import Damping, Level
+from consequent.maths.precision import in_full_precision, tf32_is_allowed, tf32_products, without_autocast
 from consequent.maths.triangular_products import by_lower, by_transposed, lower_square
 
 
@@ -21,6 +26,7 @@ class RowLayer(NamedTuple):
         has_bias: whether a constant 1 is the last feature.
         level: λ.
         scale: s, what the loss was divided by.
+        limit: of the change of its outputs (:mod:`consequent.maths.bound`).
     """
 
     inputs: Tensor
@@ -28,11 +34,21 @@ class RowLayer(NamedTuple):
     has_bias: bool
     level: Level
     scale: float
+    limit: float = inf
+
+    @classmethod
+    def of(cls, use: Use, damping: Damping, scale: float, limit: float = inf) -> "RowLayer":
+        """That of a use whose inputs and output gradients are known."""
+        assert use.inputs is not None
+        assert use.output_grad is not None
+        inputs, output_grads = (t.reshape(-1, t.shape[-1]) for t in (use.inputs, use.output_grad))
+        has_bias = use.bias is not None
+        return cls(inputs, output_grads, has_bias, damping.level(use.rows, use.features + has_bias), scale, limit)
 
     @property
     def kind(self) -> Hashable:
         """What layers must have in common to be multiplied together."""
-        return self.inputs.shape, self.output_grads.shape, self.has_bias, self.level, self.scale
+        return self.inputs.shape, self.output_grads.shape, *self[2:]
 
 
 class RowGroup:
@@ -40,45 +56,101 @@ class RowGroup:
 
     Args:
         layers: at least one.
+
+    Attributes:
+        factors: of ``X Xᵀ + λI``, once they are known.
     """
 
     def __init__(self, layers: Sequence[RowLayer]) -> None:
-        self._layers = layers
-        self._rows: Tensor | None = None  # X of all layers, with ones and zeros behind the features
+        self.layers = layers
         self.factors: InverseFactor | None = None
+
+    @property
+    def columns(self) -> int:
+        """Of X, that of a bias included."""
+        return self.layers[0].inputs.shape[1] + self.layers[0].has_bias
+
+    @property
+    def status(self) -> Tensor:
+        """``[layers, 4]``, of the factors."""
+        assert self.factors is not None
+        return self.factors.status
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        """X of all layers, with ones and zeros behind the features."""
+        from consequent.engines.gpu.kernels.padded_rows import padded_rows
+
+        return padded_rows([layer.inputs for layer in self.layers], ones=self.layers[0].has_bias)
+
+    @property
+    def inputs(self) -> Tensor:
+        """``[layers, N, D]``."""
+        return self._rows[..., : self.layers[0].inputs.shape[1]]
+
+    @cached_property
+    def wanted(self) -> Tensor:
+        """ΔZᵀ, ``[layers, O, N]``."""
+        return torch.stack([layer.output_grads for layer in self.layers]).mT
 
     def gram(self) -> Tensor:
         """``X Xᵀ`` of each layer, ``[layers, N, N]``; the part above the diagonal is not to be used."""
-        from consequent.engines.gpu.kernels.padded_rows import padded_rows
-
-        self._rows = padded_rows([layer.inputs for layer in self._layers], ones=self._layers[0].has_bias)
         return lower_square(self._rows)
 
-    def solve(self) -> tuple[Tensor, Tensor]:
-        """``s ΔZᵀ (X Xᵀ + λI)⁻¹ X`` for each layer, and its last column; without a factor ``s ΔZᵀ X / (trace + λ)``.
-
-        The last product, like that of a plain gradient, is of the precision that the user allows.
-
-        Returns:
-            ``[layers, O, D]``, and for biases ``[layers, O]``.
-        """
-        assert self._rows is not None
-        transposed = self._transposed_coefficients()
-        return _combined(transposed, self._rows[..., : self._layers[0].inputs.shape[1]])
+    @cached_property
+    def transposed_coefficients(self) -> Tensor:
+        """``ΔZᵀ (X Xᵀ + λI)⁻¹``, ``[layers, O, N]``; without a factor ``ΔZᵀ / (trace + λ)``."""
+        return self._solve()
 
     @in_full_precision
-    def _transposed_coefficients(self) -> Tensor:
-        """``s ΔZᵀ (X Xᵀ + λI)⁻¹``, ``[layers, O, N]``."""
+    def _solve(self) -> Tensor:
         assert self.factors is not None
-        wanted = torch.stack([layer.output_grads for layer in self._layers]).mT
-        trace, level, is_good, _ = self.factors.status[..., None, None].unbind(-3)
-        values = by_lower(by_transposed(wanted, self.factors.inverse), self.factors.inverse)
+        trace, level, is_good, _ = self.status[..., None, None].unbind(-3)
+        values = by_lower(by_transposed(self.wanted, self.factors.inverse), self.factors.inverse)
         shortened = 1 / (trace + level) + (trace - trace)  # NaN where the trace is infinite
-        return torch.where(is_good > 0, values, wanted * shortened).mul_(self._layers[0].scale)
+        return torch.where(is_good > 0, values, self.wanted * shortened)
+
+    @without_autocast
+    def combined(self, numbers: float | Tensor) -> tuple[Tensor, Tensor]:
+        """``ΔZᵀ (X Xᵀ + λI)⁻¹ X``, times a number for each layer: ``[layers, O, D]``, and for biases ``[layers, O]``.
+
+        This last product, like that of a plain gradient, is of the precision that the user allows.
+
+        Args:
+            numbers: ``[layers]``, or one for all.
+        """
+        factors = numbers[:, None, None] if isinstance(numbers, Tensor) else numbers
+        coefficients = self.transposed_coefficients * factors
+        if not tf32_is_allowed():
+            return torch.bmm(coefficients, self.inputs), coefficients.sum(-1)
+        with tf32_products():
+            return torch.bmm(coefficients, self.inputs), coefficients.sum(-1)
+
+
+Groups = list[tuple[RowGroup, list[int]]]
+
+
+def factorise_rows_beside(layers: Sequence[RowLayer], events: Sequence["torch.cuda.Event | None"]) -> Groups:
+    """:func:`factorise_rows`; in a CUDA graph beside the backward pass, from where the inputs are there.
+
+    On the stream of other factors: their programs wait for each other, and two launches might each have half of the
+    device.
+
+    Args:
+        layers: all on one device.
+        events: when the inputs of each are there, in a CUDA graph.
+    """
+    if not graph_is_being_captured():
+        return factorise_rows(layers)
+    aside = Fork(side_stream(layers[0].inputs.device, "factors"), events)
+    with switched_to(aside.stream):
+        groups = factorise_rows(layers)
+    aside.join()
+    return groups
 
 
 @in_full_precision
-def factorise_rows(layers: Sequence[RowLayer]) -> list[tuple[RowGroup, list[int]]]:
+def factorise_rows(layers: Sequence[RowLayer]) -> Groups:
     """The Gram matrices ``X Xᵀ + λI`` of all layers, factorised, those of one size together. Reads the inputs alone.
 
     Returns:
@@ -89,8 +161,8 @@ def factorise_rows(layers: Sequence[RowLayer]) -> list[tuple[RowGroup, list[int]
         kinds.setdefault(layer.kind, []).append(place)
     groups = [(RowGroup([layers[place] for place in places]), places) for places in kinds.values()]
     sizes: dict[tuple[int, Level], list[RowGroup]] = {}
-    for group, places in groups:
-        first = layers[places[0]]
+    for group, _ in groups:
+        first = group.layers[0]
         sizes.setdefault((len(first.inputs), first.level), []).append(group)
     for (_, level), alike in sizes.items():
         grams = [group.gram() for group in alike]
@@ -100,8 +172,3 @@ def factorise_rows(layers: Sequence[RowLayer]) -> list[tuple[RowGroup, list[int]
         for group, inverse, status in parts:
             group.factors = InverseFactor(inverse, status)
     return groups
-
-
-@without_autocast
-def _combined(transposed: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.bmm(transposed, inputs), transposed.sum(-1)
