@@ -77,12 +77,15 @@ def test_calls_per_convolution():
     ("model", "shape", "most"),
     [
         (lambda: mlp(3072, [800] * 8, 10), (32, 3072), 1.48),
-        (lambda: residual_net((16, 32, 64), 3, batch_norm=False), (16, 3, 32, 32), 1.53),
+        (lambda: residual_net((16, 32, 64), 3, batch_norm=False), (16, 3, 32, 32), 1.66),
     ],
     ids=["mlp", "resnet20"],
 )
 def test_multiplications_beside_those_of_a_plain_step(model, shape, most):
-    """Of products and convolutions; factorisations are not counted by torch, and small beside them."""
+    """Of products and convolutions; factorisations are not counted by torch, and small beside them.
+
+    (Before patches were multiplied by ``bmm``, 1.53 were counted: torch does not see ``baddbmm_``.)
+    """
     model, inputs, labels = model(), torch.randn(shape), torch.zeros(shape[0], dtype=torch.long)
     flops = [
         counted(model, inputs, labels, corrected=corrected, counter=FlopCounterMode(display=False)).get_total_flops()
