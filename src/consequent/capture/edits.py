@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from consequent.maths.precision import tf32_is_allowed
 from consequent.maths.probes import random_numbers
 from consequent.statistics.row_matrices import RowMatrices
 
@@ -116,7 +117,7 @@ def multiple(gradient: Tensor, plain: Tensor, level: float | Tensor) -> Tensor |
 def rounding(record: "Record") -> float:
     """How far ``.grad`` may be from ``ΔZᵀX`` by rounding, in units of the sizes of what was added up."""
     dtype = record.first_use.dtype
-    if dtype == torch.float32 and record.weight.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32":
+    if dtype == torch.float32 and record.weight.is_cuda and tf32_is_allowed():
         return 2e-3
     if dtype.itemsize >= 4:
         return _ROUNDINGS * torch.finfo(dtype).eps
