@@ -1,6 +1,7 @@
 """Dense layers with many rows, at the step: those of one shape together, against one layer after the other."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def _by_kernels(monkeypatch):
 def network(*, bias=True):
     torch.manual_seed(0)
     widths = [20, 24, 24, 24, 9]
-    layers = [nn.Linear(*pair, bias=bias) for pair in zip(widths, widths[1:], strict=False)]
+    layers = [nn.Linear(*pair, bias=bias) for pair in pairwise(widths)]
     return nn.Sequential(*[part for layer in layers for part in (layer, nn.Tanh())]).to(DEVICE)
 
 
