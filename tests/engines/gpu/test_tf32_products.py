@@ -3,6 +3,8 @@
 Emulated: numbers are cut to TF32's ten bits, as tensor cores do, and multiplied in float64.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 
@@ -19,7 +21,7 @@ def test_the_update_with_a_rounded_last_product():
     """In a deep network that has learnt nothing yet, whose rows are nearly alike: about the worst that there is."""
     torch.manual_seed(0)
     widths = [768, *[400] * 6, 10]
-    layers = [nn.Linear(*pair).double() for pair in zip(widths[:-1], widths[1:], strict=True)]
+    layers = [nn.Linear(*pair).double() for pair in pairwise(widths)]
     x = torch.rand(300, 768, dtype=torch.float64) - 0.5
     inputs, outputs = [], []
     for layer in layers:
