@@ -111,9 +111,7 @@ class AfterPass:
         has_bias = use.bias is not None
         if len(accumulators) != 1 + has_bias or inputs.numel() == 0:
             return False
-        if use.rows < use.features + has_bias and not (
-            use.operation.is_dense and inputs.dtype == output_grad.dtype == torch.float32
-        ):
+        if use.rows < use.features + has_bias and not _has_rows_for_kernels(use, inputs, output_grad):
             return False
         if self._passes.get(backward_pass_id()) is None and (torch.is_anomaly_enabled() or several_are_running()):
             return False
@@ -229,6 +227,11 @@ class AfterPass:
         self._ahead.forget()
         for record in self._records.values():
             record.statistic = None
+
+
+def _has_rows_for_kernels(use: Use, inputs: Tensor, output_grad: Tensor) -> bool:
+    """Whether the sample side takes them."""
+    return use.operation.is_dense and inputs.dtype == output_grad.dtype == torch.float32
 
 
 def _is_ordinary(use: Use) -> bool:
