@@ -107,6 +107,7 @@ class StepCorrector:
         if damping.value == 0:
             return
         if not self._keep_rows and self._ahead.takes(record):
+            use.output_grad = None  # only the inputs are waited with
             self._ahead.add(record, damping)
         else:
             record.reduce(keep_rows=self._keep_rows)
