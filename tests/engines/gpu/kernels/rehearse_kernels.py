@@ -29,6 +29,9 @@ class NoGPU:
         return GPUTarget("cuda", 90, 32)
 
 
+POINT = (1, 1), (1, 1), (0, 0), (1, 1)  # a convolution of single pixels
+
+
 def compile_for_launch(kernel, grid, arguments, constants=(), **options):
     """Takes the place of `launch`: what Triton does with the arguments themselves, short of launching."""
     kernel.run(*arguments, *constants, grid=grid, warmup=True, **options)
@@ -39,17 +42,17 @@ def main():
     driver.set_active(NoGPU())
     torch.cuda.device = lambda device: torch.no_grad()
     triton.knobs.compilation.listener = lambda *, src, **_: compiled.append(src.name)
-    rows = torch.ones(200, 40)
+    images = torch.ones(200, 40, 1, 1)
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
-        launching.rehearse(lambda: moment.row_moment(rows, ones=True))
+        launching.rehearse(lambda: moment.patch_moment(images, *POINT, ones=True))
         for under_way in launching._being_compiled.values():
             under_way.result()
         rehearsed = sorted(compiled)
         compiled.clear()
         moment.launch = compile_for_launch
-        moment.row_moment(rows, ones=True)
-        moment.row_moment(rows.half(), ones=True)  # of another type
+        moment.patch_moment(images, *POINT, ones=True)
+        moment.patch_moment(images.half(), *POINT, ones=True)  # of another type
     print(json.dumps([rehearsed, compiled]))
 
 
