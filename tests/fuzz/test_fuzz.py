@@ -25,7 +25,9 @@ def one_thread():
 
 
 @MODES
-@pytest.mark.parametrize("chunk", range(24))
+@pytest.mark.parametrize(
+    "chunk", [*range(14), *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in range(14, 24))]
+)
 def test_seeds(chunk, mode):
     failed = []
     for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
