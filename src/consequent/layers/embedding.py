@@ -41,6 +41,7 @@ class _Table(Operation):
 
     corrected_by_default: ClassVar[bool] = False
     is_transposed: ClassVar[bool] = True
+    has_rows_of_outputs: ClassVar[bool] = False
     is_sparse: ClassVar[bool] = True
     follows_autocast: ClassVar[bool] = False
 

@@ -118,6 +118,7 @@ class TransposedLinear(Linear):
 
     module_types: ClassVar[tuple[type[nn.Module], ...]] = ()  # known by its name
     is_transposed: ClassVar[bool] = True
+    has_rows_of_outputs: ClassVar[bool] = False
 
     @classmethod
     def kind_of(cls, module: nn.Module) -> type[nn.Module] | None:

@@ -53,6 +53,7 @@ class Operation(ABC):
     spatial_dims: ClassVar[int] = 0
     is_dense: ClassVar[bool] = False  # X and Z are matrices as they are, and the weight is W
     is_transposed: ClassVar[bool] = False  # the weight is Wᵀ: [features, out_features]
+    has_rows_of_outputs: ClassVar[bool] = True  # the weight is [out_features, …], a row of numbers for each output
     is_diagonal: ClassVar[bool] = False  # rows are one-hot: the second moment is the diagonal matrix of `counts`
     is_sparse: ClassVar[bool] = False  # rows are sparse, and never made dense
     follows_autocast: ClassVar[bool] = True

@@ -61,6 +61,7 @@ class TransposedConvolution(Windowed):
     output_padding: tuple[int, ...]
     seen: tuple[Any, ...] = ()
 
+    has_rows_of_outputs: ClassVar[bool] = False  # the weight is [channels, outputs, …]
     module_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
     # ---- from a layer ---------------------------------------------------------------------------------------------

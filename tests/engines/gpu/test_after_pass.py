@@ -202,6 +202,33 @@ def test_a_weight_that_is_used_twice_does_not_wait(waited):
     assert not waited
 
 
+@pytest.mark.parametrize("channels", [2, 3])
+def test_transposed_convolutions_do_not_wait(channels, waited):
+    """Their weights are [channels, outputs, …], which may well look like [outputs, channels, …]."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ConvTranspose2d(2, channels, 3, padding=1), nn.Flatten()).to(DEVICE)
+    x = data()
+    wanted = expected(model, x)
+    _kept = attached(model)
+    backward(model, x)
+    assert_same(gradients(model), wanted)
+    assert not waited
+
+
+def test_hooks_that_come_later_are_seen(waited):
+    model, x = network(), data()
+    _kept = attached(model)
+    backward(model, x)
+    assert len(waited) == 5
+    seen = []
+    accumulator = torch.autograd.graph.get_gradient_edge(model[5].weight).node
+    accumulator.register_hook(lambda *_: seen.append(model[5].weight.grad is not None))
+    model.zero_grad()
+    backward(model, x)
+    assert seen == [True]
+    assert len(waited) == 9
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
 def test_what_is_not_finite_stays_in_the_gradients():
     model, x = network(), data()

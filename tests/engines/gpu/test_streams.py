@@ -64,6 +64,13 @@ def test_without_an_event_a_fork_waits_for_all_and_tries_no_others(training):
     assert other.waited == [training]
 
 
+def test_a_fork_goes_behind_streams_that_take_part_in_the_graph(training, monkeypatch):
+    other, captured, idle = Stream(), Stream(), Stream()
+    monkeypatch.setattr(streams, "_takes_part", lambda stream: stream is captured)
+    Fork(other, ["first"], [captured, idle])
+    assert other.waited == ["first", captured]
+
+
 @pytest.mark.parametrize("captured", [True, False])
 def test_events_are_recorded_in_a_graph_alone(captured, training, monkeypatch):
     monkeypatch.setattr(streams, "graph_is_being_captured", lambda: captured)

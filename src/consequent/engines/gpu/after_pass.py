@@ -10,7 +10,7 @@ gradients over ranks, get theirs at once (:mod:`consequent.engines.in_backward`)
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from consequent.capture.torch_internals import (
 from consequent.capture.use import Use
 from consequent.engines.gpu import kernels
 from consequent.engines.gpu.beside_backward import Ahead
-from consequent.engines.gpu.by_kernels import FusedStep, fits_dense_kernel
+from consequent.engines.gpu.by_kernels import FusedStep, fits_dense_kernel, lies_side_by_side
 from consequent.engines.gpu.many_rows import RowGroup, RowLayer, factorise_rows_beside
 from consequent.layers import Operation
 from consequent.maths.damping import Damping
@@ -36,7 +36,6 @@ from consequent.ranks.process_group import several_are_running
 from consequent.statistics.rows import Rows
 
 MOST_PASSES = 16  # that are remembered although they raised
-LOOK_EVERY = 100  # passes, for hooks on accumulators
 
 
 @dataclass
@@ -66,33 +65,21 @@ class _Waiting:
             _add_to(self.use.bias, self.bias_grad)
 
 
-@dataclass
-class _Pass:
-    waiting: list[_Waiting] = field(default_factory=list)
-
-
 class AfterPass:
     """The weights of backward passes under way that are solved for at the end.
 
     Args:
         counts_on: the counts on a device, see :class:`consequent.reports.counters.Tally`.
         solved: is told each use and the side on which it was solved.
-        ahead: computes second moments beside the pass.
     """
 
-    def __init__(
-        self,
-        counts_on: Callable[[torch.device], Tensor],
-        solved: Callable[[Use, str], None],
-        ahead: Ahead | None = None,
-    ) -> None:
+    def __init__(self, counts_on: Callable[[torch.device], Tensor], solved: Callable[[Use, str], None]) -> None:
         self._counts_on = counts_on
         self._solved = solved
-        self._ahead = Ahead() if ahead is None else ahead
+        self._ahead = Ahead()
         self._records: dict[int, Record] = {}  # by the weight's id: whose recordings they are
         self._ordinary: dict[int, tuple[Tensor, Operation, Tensor | None, bool]] = {}  # likewise
-        self._hooked: dict[int, int] = {}  # by the weight's id: when to look again, or -1 for hooks on its accumulator
-        self._passes: dict[int, _Pass] = {}
+        self._passes: dict[int, list[_Waiting]] = {}
         self._lock = threading.Lock()  # each GPU has a thread of its own in a backward pass
 
     def takes(self, gathered: Gathered, damping: Damping, accumulators: Sequence[Node | None]) -> bool:
@@ -115,11 +102,11 @@ class AfterPass:
             return False
         if self._passes.get(backward_pass_id()) is None and (torch.is_anomaly_enabled() or several_are_running()):
             return False
-        if not comes_in_time(use.weight, accumulators[0]):
-            return False
-        if use.bias is not None and not comes_in_time(use.bias, accumulators[1]):
-            return False
-        return not self._is_hooked(use.weight, accumulators[0])
+        held = (use.weight,) if use.bias is None else (use.weight, use.bias)
+        for parameter, accumulator in zip(held, accumulators, strict=True):
+            if not comes_in_time(parameter, accumulator) or has_hooks(accumulator):
+                return False
+        return True
 
     def _is_ordinary(self, use: Use) -> bool:
         """Whether the kernels take such a layer; found out once."""
@@ -127,14 +114,6 @@ class AfterPass:
         if known is None or known[0] is not use.weight or known[1] is not use.operation or known[2] is not use.bias:
             known = self._ordinary[id(use.weight)] = (use.weight, use.operation, use.bias, _is_ordinary(use))
         return known[3]
-
-    def _is_hooked(self, weight: Tensor, accumulator: Node | None) -> bool:
-        """Whether somebody wants to know of the gradient's arrival; looked at now and then, as it takes a while."""
-        left = self._hooked.get(id(weight), 0)
-        if left == 0:
-            left = -1 if has_hooks(accumulator) else LOOK_EVERY
-        self._hooked[id(weight)] = max(left - 1, -1)
-        return left == -1
 
     def add(self, gathered: Gathered, damping: Damping, scale: float) -> None:
         """Let a weight wait that :meth:`takes` approves of.
@@ -155,9 +134,9 @@ class AfterPass:
             if running is None:
                 while len(self._passes) > MOST_PASSES:
                     self._passes.pop(next(iter(self._passes)))
-                running = self._passes[now] = _Pass()
+                running = self._passes[now] = []
                 after_backward(lambda: self._finish(now))
-            running.waiting.append(waiting)
+            running.append(waiting)
 
     def _add_features(self, waiting: _Waiting) -> None:
         use = waiting.use
@@ -177,20 +156,23 @@ class AfterPass:
             running = self._passes.pop(now, None)
         if running is None:
             return
-        self._ahead.join()
-        by_device: dict[torch.device, list[_Waiting]] = {}
-        for waiting in running.waiting:
-            waiting.use.refuse_overwritten_inputs()
-            by_device.setdefault(waiting.use.weight.device, []).append(waiting)
-        for device, its in by_device.items():
-            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                self._solve(device, its)
-        for waiting in running.waiting:
-            waiting.hand_over()
-            self._solved(waiting.use, "samples" if waiting.record is None else "features")
-            waiting.use.let_go()
-            if waiting.record is not None:
-                waiting.record.statistic = None
+        try:
+            self._ahead.join()
+            by_device: dict[torch.device, list[_Waiting]] = {}
+            for waiting in running:
+                waiting.use.refuse_overwritten_inputs()
+                by_device.setdefault(waiting.use.weight.device, []).append(waiting)
+            for device, its in by_device.items():
+                with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                    self._solve(device, its)
+            for waiting in running:
+                waiting.hand_over()
+                self._solved(waiting.use, "samples" if waiting.record is None else "features")
+        finally:
+            for waiting in running:
+                waiting.use.let_go()
+                if waiting.record is not None:
+                    waiting.record.statistic = None
 
     def _solve(self, device: torch.device, all_waiting: list[_Waiting]) -> None:
         """Compute the new gradients of all weights on one device."""
@@ -237,12 +219,12 @@ def _has_rows_for_kernels(use: Use, inputs: Tensor, output_grad: Tensor) -> bool
 def _is_ordinary(use: Use) -> bool:
     """Whether the kernels take such a layer."""
     operation = use.operation
-    if operation.is_sparse or operation.groups > 1 or operation.is_transposed:
+    if operation.is_sparse or operation.groups > 1 or not operation.has_rows_of_outputs:
         return False
-    if operation.outputs != len(use.weight) or not kernels.run_on(use.weight.device):
-        return False  # the kernels want a row of the weight for each output
+    if not kernels.run_on(use.weight.device):
+        return False
     held = [use.weight] if use.bias is None else [use.weight, use.bias]
-    return all(p.dtype == torch.float32 and _is_dense(p) for p in held)
+    return all(p.dtype == torch.float32 and lies_side_by_side(p) for p in held)
 
 
 @in_full_precision
@@ -265,17 +247,12 @@ def _plain_gradients(use: Use) -> tuple[Tensor, Tensor | None]:
     known = use.plain_grads
     weight_grad = use.operation.weight_gradient(use.inputs, use.output_grad) if known is None else known[0]
     weight_grad = weight_grad.to(use.weight.dtype)
-    if not _is_dense(weight_grad):
+    if not lies_side_by_side(weight_grad):
         weight_grad = weight_grad.contiguous()
     if use.bias is None:
         return weight_grad, None
     bias_grad = use.operation.bias_gradient(use.output_grad) if known is None or known[1] is None else known[1]
     return weight_grad, bias_grad.to(use.bias.dtype).contiguous()
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its numbers lie side by side, in an order that the kernels know."""
-    return tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
 def _add_to(parameter: Tensor, gradient: Tensor | None) -> None:

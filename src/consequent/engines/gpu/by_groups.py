@@ -129,7 +129,7 @@ def _is_taken(work: Work) -> bool:
     if work.may_wait or type(record.statistic) is not Rows or len(record.uses) != 1 or work.damping.value == 0:
         return False
     use = record.uses[0]
-    if not use.operation.is_dense or use.operation.is_transposed or record.rows >= record.columns:
+    if not use.operation.is_dense or not use.operation.has_rows_of_outputs or record.rows >= record.columns:
         return False
     if use.inputs is None or use.output_grad is None or fits_dense_kernel(use) or use.rows == 0:
         return False

@@ -19,7 +19,7 @@ from consequent.capture.torch_internals import graph_is_being_captured
 from consequent.capture.use import Use
 from consequent.engines.engine import Outcome, Work
 from consequent.engines.gpu import kernels
-from consequent.engines.gpu.streams import Fork, side_stream, switched_to
+from consequent.engines.gpu.streams import Fork, factor_streams, side_stream, switched_to
 from consequent.engines.inverse_factor import InverseFactor
 from consequent.maths.damping import Damping
 from consequent.statistics.gradients import trained
@@ -233,7 +233,7 @@ class FusedStep:
         """In a CUDA graph, a stream for what needs no gradient of a weight, from where the inputs are there."""
         if not self._dense or not graph_is_being_captured():
             return None
-        return Fork(side_stream(self.device, "samples"), self._inputs_there)
+        return Fork(side_stream(self.device, "samples"), self._inputs_there, factor_streams(self.device, "samples"))
 
 
 def fits_dense_kernel(use: Use) -> bool:
@@ -241,7 +241,7 @@ def fits_dense_kernel(use: Use) -> bool:
     from consequent.engines.gpu.kernels.dense import MOST_ROWS
 
     inputs, output_grad = use.inputs, use.output_grad
-    if inputs is None or output_grad is None or not use.operation.is_dense or use.operation.is_transposed:
+    if inputs is None or output_grad is None or not use.operation.is_dense or not use.operation.has_rows_of_outputs:
         return False
     return 0 < use.rows <= MOST_ROWS and inputs.dtype == torch.float32 and output_grad.dtype == torch.float32
 
@@ -256,15 +256,15 @@ def grads_of_one_layer(record: Record) -> tuple[Tensor, Tensor | None] | None:
         return None
     if weight_grad.dtype != torch.float32 or (bias_grad is not None and bias_grad.dtype != torch.float32):
         return None
-    if record.operation.groups > 1 or record.operation.is_transposed:
+    if record.operation.groups > 1 or not record.operation.has_rows_of_outputs:
         return None
-    if not _is_dense(weight_grad) or (bias_grad is not None and not bias_grad.is_contiguous()):
+    if not lies_side_by_side(weight_grad) or (bias_grad is not None and not bias_grad.is_contiguous()):
         return None
     return weight_grad, bias_grad
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its numbers lie side by side, in whatever order."""
+def lies_side_by_side(tensor: Tensor) -> bool:
+    """Whether its numbers do, in an order that the kernels know."""
     return tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 

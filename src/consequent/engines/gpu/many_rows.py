@@ -10,7 +10,7 @@ from torch import Tensor
 
 from consequent.capture.torch_internals import graph_is_being_captured
 from consequent.capture.use import Use
-from consequent.engines.gpu.streams import Fork, side_stream, switched_to
+from consequent.engines.gpu.streams import Fork, factor_streams, side_stream, switched_to
 from consequent.engines.inverse_factor import InverseFactor, inverse_factor
 from consequent.maths.damping import Damping, Level
 from consequent.maths.precision import in_full_precision, tf32_is_allowed, tf32_products, without_autocast
@@ -93,6 +93,12 @@ class RowGroup:
         """ΔZᵀ, ``[layers, O, N]``."""
         return torch.stack([layer.output_grads for layer in self.layers]).mT
 
+    def used_on(self, stream: torch.cuda.Stream) -> None:
+        """This stream, too, uses what was allocated so far: nobody else gets it before that is over."""
+        assert self.factors is not None
+        for tensor in (self._rows, self.factors.inverse, self.factors.status):
+            tensor.record_stream(stream)
+
     def gram(self) -> Tensor:
         """``X Xᵀ`` of each layer, ``[layers, N, N]``; the part above the diagonal is not to be used."""
         return lower_square(self._rows)
@@ -133,18 +139,18 @@ Groups = list[tuple[RowGroup, list[int]]]
 def factorise_rows_beside(layers: Sequence[RowLayer], events: Sequence["torch.cuda.Event | None"]) -> Groups:
     """:func:`factorise_rows`; in a CUDA graph beside the backward pass, from where the inputs are there.
 
-    On the stream of other factors: their programs wait for each other, and two launches might each have half of the
-    device.
-
     Args:
         layers: all on one device.
         events: when the inputs of each are there, in a CUDA graph.
     """
     if not graph_is_being_captured():
         return factorise_rows(layers)
-    aside = Fork(side_stream(layers[0].inputs.device, "factors"), events)
+    device = layers[0].inputs.device
+    aside = Fork(side_stream(device, "many rows"), events, factor_streams(device, "many rows"))
     with switched_to(aside.stream):
         groups = factorise_rows(layers)
+        for group, _ in groups:
+            group.used_on(aside.origin)
     aside.join()
     return groups
 

@@ -38,12 +38,27 @@ def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def factor_streams(device: torch.device, purpose: str) -> list[torch.cuda.Stream]:
+    """All streams on which matrices are factorised but the one for this purpose.
+
+    Programs of one factorisation wait for each other: two such launches side by side might each have half of the
+    device.
+    """
+    return [side_stream(device, other) for other in ("factors", "samples", "many rows") if other != purpose]
+
+
 def event_in_graph() -> torch.cuda.Event | None:
     """An event for what the current stream has been given so far, if that is captured in a CUDA graph.
 
     There the host's order means nothing: who waits for the event, and is launched later, runs as soon as it happens.
     """
     return torch.cuda.current_stream().record_event() if graph_is_being_captured() else None
+
+
+def _takes_part(stream: torch.cuda.Stream) -> bool:
+    """Whether what the stream is given is captured in a CUDA graph."""
+    with switched_to(stream):
+        return graph_is_being_captured()
 
 
 class Fork:
@@ -55,9 +70,15 @@ class Fork:
     Args:
         stream: the other one.
         events: of :func:`event_in_graph`; None stands for all that the current stream has been given so far.
+        behind: streams whose part in the graph so far goes first.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, events: Sequence[torch.cuda.Event | None]) -> None:
+    def __init__(
+        self,
+        stream: torch.cuda.Stream,
+        events: Sequence[torch.cuda.Event | None],
+        behind: Sequence[torch.cuda.Stream] = (),
+    ) -> None:
         self.stream = stream
         self.origin = torch.cuda.current_stream(stream.device)
         self._knows_events = None not in events
@@ -67,6 +88,9 @@ class Fork:
             self._knows_events = False
         if not self._knows_events:
             stream.wait_stream(self.origin)
+        for other in behind:
+            if _takes_part(other):
+                stream.wait_stream(other)
 
     def wait(self, events: Sequence[torch.cuda.Event | None]) -> None:
         """Let the other stream wait for more events."""
