@@ -39,7 +39,7 @@ from consequent.statistics.gradients import trained
 from consequent.statistics.solution import Solution
 
 # Each work goes to the first engine that takes it.
-ENGINES: tuple[Engine, ...] = (ByKernels(), ByGroups(), Grouped(), Unwatched(), Plain())
+ENGINES: tuple[type[Engine], ...] = (ByKernels, ByGroups, Grouped, Unwatched, Plain)
 
 
 class Rewriter:
@@ -59,6 +59,7 @@ class Rewriter:
         self._capture = capture
         self._corrector = corrector
         self._groups = groups
+        self._engines: list[Engine] = [engine() for engine in ENGINES]
         self._reports = reports
         self._keeps_foresight = foresight
         self.bound = bound  # β
@@ -200,7 +201,9 @@ class Rewriter:
             works.append(Work(record, damping, self._may_wait(record.weight), divisor, limit))
         by_record = {work.record: work for work in works}
         solved = []
-        for engine in ENGINES[1:] if self._keeps_foresight else ENGINES:  # kernels do not keep what was before
+        for engine in (
+            self._engines[1:] if self._keeps_foresight else self._engines
+        ):  # kernels do not keep what was before
             if not works:
                 break
             solutions = engine.solve(works)

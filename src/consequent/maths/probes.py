@@ -1,6 +1,6 @@
 """Random numbers by which a matrix is looked at without being read more than once."""
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 PROBES = 3  # as many as a CPU multiplies by in the time that it takes to read the matrix
 
 
-@lru_cache(maxsize=256)
+@cache  # never forgotten: recorded launches read them
 def random_numbers(size: int, dtype: torch.dtype, device: torch.device, family: int) -> Tensor:
     """``[probes, size]``, normally distributed: no two of them are alike, so that nothing cancels out by design.
 

@@ -182,9 +182,12 @@ def test_other_threads_may_use_the_gpu_meanwhile():
 
     def copies():
         try:
+            stream = torch.cuda.Stream(
+                priority=-1
+            )  # torch has few streams of each priority: one that nobody records on
             while not stop.is_set():
                 pinned = torch.randn(1000).pin_memory()
-                torch.cuda.Stream().synchronize()
+                stream.synchronize()
                 pinned.cuda(non_blocking=True).sum().item()
         except Exception as error:
             failures.append(error)

@@ -22,13 +22,15 @@ from consequent.capture.torch_internals import (
     after_backward,
     backward_pass_id,
     comes_in_time,
+    graph_is_being_captured,
     has_hooks,
 )
 from consequent.capture.use import Use
 from consequent.engines.gpu import kernels
 from consequent.engines.gpu.beside_backward import Ahead
 from consequent.engines.gpu.by_kernels import FusedStep, fits_dense_kernel, lies_side_by_side
-from consequent.engines.gpu.many_rows import RowGroup, RowLayer, factorise_rows_beside
+from consequent.engines.gpu.many_rows import RowLayer, factorise_rows, factorise_rows_beside, groups_of
+from consequent.engines.gpu.row_launches import RowLaunches
 from consequent.layers import Operation
 from consequent.maths.damping import Damping
 from consequent.maths.precision import in_full_precision, without_autocast
@@ -77,6 +79,7 @@ class AfterPass:
         self._counts_on = counts_on
         self._solved = solved
         self._ahead = Ahead()
+        self._launches = RowLaunches()
         self._records: dict[int, Record] = {}  # by the weight's id: whose recordings they are
         self._ordinary: dict[int, tuple[Tensor, Operation, Tensor | None, bool]] = {}  # likewise
         self._passes: dict[int, list[_Waiting]] = {}
@@ -192,14 +195,34 @@ class AfterPass:
                 step.add_dense(use, waiting.weight_grad, waiting.bias_grad, waiting.damping, waiting.scale)
             else:
                 many.append(waiting)
-        layers = [RowLayer.of(waiting.use, waiting.damping, waiting.scale) for waiting in many]
-        groups = factorise_rows_beside(layers, [waiting.use.inputs_there for waiting in many]) if many else []
         if len(many) < len(all_waiting):
             _run(step, counts)
-        for group, places in groups:
-            for place, weight_grad, bias_grad in zip(places, *group.combined(group.layers[0].scale), strict=True):
+        if many:
+            self._solve_rows(many, counts)
+
+    def _solve_rows(self, many: list[_Waiting], counts: Tensor) -> None:
+        """Layers with more rows than the dense kernel takes."""
+        from consequent.engines.gpu.kernels.counting import count_factors
+
+        layers = [RowLayer.of(waiting.use, waiting.damping, waiting.scale) for waiting in many]
+        groups = groups_of(layers)
+        in_graph = graph_is_being_captured()
+        events = [waiting.use.inputs_there for waiting in many]
+
+        def gradients(layers: Sequence[RowLayer], _: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            solved = factorise_rows_beside(layers, groups, events) if in_graph else factorise_rows(layers, groups)
+            weights, biases = zip(*[group.combined(group.layers[0].scale) for group in solved], strict=True)
+            return *weights, *biases, torch.cat([group.status for group in solved])
+
+        (*found, status), are_overwritten = self._launches.run(layers, (), gradients)
+        count_factors(status, counts)
+        if are_overwritten:
+            fresh = [torch.empty_like(one) for one in found]
+            torch._foreach_copy_(fresh, found)
+            found = fresh
+        for places, weights, biases in zip(groups, found[: len(groups)], found[len(groups) :], strict=True):
+            for place, weight_grad, bias_grad in zip(places, weights.unbind(), biases.unbind(), strict=True):
                 many[place].weight_grad, many[place].bias_grad = weight_grad, bias_grad
-            _count(group, counts)
 
     def forget(self) -> None:
         """Drop what is left of passes that raised."""
@@ -231,12 +254,6 @@ def _is_ordinary(use: Use) -> bool:
 def _run(step: FusedStep, counts: Tensor) -> None:
     step.prepare()
     step.write(counts)
-
-
-def _count(group: RowGroup, counts: Tensor) -> None:
-    from consequent.engines.gpu.kernels.counting import count_factors
-
-    count_factors(group.status, counts)
 
 
 @without_autocast

@@ -1,5 +1,6 @@
 """Dense layers with more rows than the dense kernel takes, at the step: layers of one shape by a few products together.
 
+All that becomes of them is launched by one recording, but for the writing: that waits for all other layers.
 The mathematics is that of :mod:`consequent.engines.unwatched`, which takes what is left.
 """
 
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 
 from consequent.capture.edits import factors_of_products, rounding
+from consequent.capture.torch_internals import graph_is_being_captured
 from consequent.engines.engine import Outcome, Work
 from consequent.engines.gpu import kernels
 from consequent.engines.gpu.by_kernels import fits_dense_kernel, grads_of_one_layer
-from consequent.engines.gpu.many_rows import RowGroup, RowLayer, factorise_rows_beside
+from consequent.engines.gpu.many_rows import RowGroup, RowLayer, factorise_rows, factorise_rows_beside, groups_of
+from consequent.engines.gpu.row_launches import RowLaunches
 from consequent.maths.bound import shortenings_of
 from consequent.maths.probes import random_numbers
 from consequent.reports.counters import NAMES
@@ -36,6 +39,10 @@ class GroupSolution(Solution):
 class ByGroups:
     """Takes dense layers on the sample side of a GPU that is not waited for."""
 
+    def __init__(self) -> None:
+        self._launches = RowLaunches()
+        self._limits: dict[torch.device, Tensor] = {}  # where recordings read them
+
     def solve(self, works: Sequence[Work]) -> list[Solution]:
         """Solutions for such works."""
         by_device: dict[torch.device, list[Work]] = {}
@@ -43,14 +50,11 @@ class ByGroups:
             if _is_taken(work):
                 by_device.setdefault(work.record.weight.device, []).append(work)
         solutions: list[Solution] = []
-        for taken in by_device.values():
-            layers = [_layer_of(work) for work in taken]
-            events = [work.record.uses[0].inputs_there for work in taken]
-            for group, places in factorise_rows_beside(layers, events):
-                part = _Part(group, [taken[place] for place in places])
-                for number, work in enumerate(part.works):  # one flag for all
-                    finite = part.finite if number == 0 else True
-                    solutions.append(GroupSolution(work.record, "samples", finite=finite, part=part))
+        for device, taken in by_device.items():
+            part = self._solve(device, taken)
+            for number, work in enumerate(taken):  # one flag for all
+                finite = part.finite if number == 0 else True
+                solutions.append(GroupSolution(work.record, "samples", finite=finite, part=part))
         return solutions
 
     def write(self, solutions: Sequence[Solution], outcome: Outcome) -> None:
@@ -59,69 +63,124 @@ class ByGroups:
         for part in parts.values():
             part.write(outcome)
 
+    def _solve(self, device: torch.device, works: list[Work]) -> "_Part":
+        layers = [_layer_of(work) for work in works]
+        groups = groups_of(layers)
+        grads = [pair for work in works if (pair := grads_of_one_layer(work.record)) is not None]
+        limits = self._limits_of([layers[places[0]].limit for places in groups], device)
+        tolerance = rounding(works[0].record)
+        in_graph = graph_is_being_captured()
+        events = [work.record.uses[0].inputs_there for work in works]
+
+        def new_gradients(layers: Sequence[RowLayer], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            solved = factorise_rows_beside(layers, groups, events) if in_graph else factorise_rows(layers, groups)
+            rest = iter(grads)
+            pairs = [(next(rest), next(rest) if layer.has_bias else None) for layer in layers]
+            found = [
+                _corrected(group, [pairs[place] for place in places], limit, tolerance)
+                for group, places, limit in zip(solved, groups, limits, strict=True)
+            ]
+            weights, biases, counts, finite = zip(*found, strict=True)
+            return *weights, *biases, torch.stack(counts).sum(0), torch.stack(finite).all()
+
+        kind = (tolerance, *map(tuple, groups), *[one.data_ptr() for one in limits[:1] if isinstance(one, Tensor)])
+        read = [tensor for pair in grads for tensor in pair if tensor is not None]
+        results, _ = self._launches.run(layers, read, new_gradients, kind)
+        return _Part(groups, grads, results)
+
+    def _limits_of(self, limits: list[float], device: torch.device) -> Sequence[float | Tensor]:
+        """Where recordings read them, as they change with the learning rate."""
+        if device.type != "cuda" or graph_is_being_captured() or math.isinf(max(limits)):
+            return limits
+        there = self._limits.get(device)
+        if there is None or len(there) < len(limits):
+            there = self._limits[device] = torch.empty(max(len(limits), 16), device=device)
+        if len(set(limits)) == 1:
+            there.fill_(limits[0])
+        else:
+            for place, limit in enumerate(limits):
+                there[place].fill_(limit)
+        return list(there[: len(limits)].unbind())
+
 
 class _Part:
-    """Layers of one shape: their solutions, and what became of their gradients since the backward pass.
+    """The new gradients of some layers.
 
     Args:
-        group: their inputs and factors.
-        works: one for each.
+        groups: which layers are together.
+        grads: of each layer, to be replaced.
+        results: of each group the new gradients of weights and biases, then what is counted, and whether all is finite.
     """
 
-    def __init__(self, group: RowGroup, works: Sequence[Work]) -> None:
-        self._group = group
-        self.works = works
-        grads = [grads_of_one_layer(work.record) for work in works]
-        self._weight_grads = [pair[0] for pair in grads if pair is not None]
-        self._bias_grads = [pair[1] for pair in grads if pair is not None and pair[1] is not None]
-        self._old = torch.stack(self._weight_grads)
-        self._old_bias = torch.stack(self._bias_grads) if self._bias_grads else None
-        self._factors, self._edited, numbers = self._compare()
-        trace, level, is_good, _ = group.status.unbind(-1)
-        wanted, solved = group.wanted, group.transposed_coefficients
-        self._is_good = is_good > 0
-        self._plain = works[0].scale / (trace + level)
-        self._shorter = torch.ones_like(trace)
-        limit = works[0].limit
-        if limit is not None:
-            energies = (wanted * (wanted - level[:, None, None] * solved)).sum((1, 2)) * self._factors.square()
-            per_column = wanted.shape[1] / group.columns
-            self._shorter = torch.where(self._is_good, shortenings_of(energies, trace * (limit**2 * per_column)), 1)
-        self.finite = (solved.sum((1, 2)) + trace + numbers).isfinite().all()
-
-    def _compare(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The scalars c with ``.grad = c ΔZᵀX``, whether there is none, and numbers that are finite if all are."""
-        wanted, inputs = self._group.wanted, self._group.inputs
-        u = random_numbers(wanted.shape[1], wanted.dtype, wanted.device, 0)
-        v = random_numbers(inputs.shape[2], wanted.dtype, wanted.device, 1)
-        left, right, found = u @ wanted, v @ inputs.mT, self._old @ v.mT
-        if self._old_bias is not None:
-            right, found = right + 1, found + self._old_bias[..., None]
-        found = (found * u.mT).sum(1)
-        return factors_of_products(left[:, None], right[:, None], found[:, None], rounding(self.works[0].record))
+    def __init__(
+        self, groups: list[list[int]], grads: list[tuple[Tensor, Tensor | None]], results: tuple[Tensor, ...]
+    ) -> None:
+        self._old = [grads[place] for places in groups for place in places]
+        self._weights, self._biases = results[: len(groups)], results[len(groups) : -2]
+        self._counts, self.finite = results[-2:]
 
     def write(self, outcome: Outcome) -> None:
         """Write the gradients, and count."""
-        edited, scale = self._edited[:, None], self.works[0].scale
-        new, new_bias = self._group.combined(self._factors * self._shorter * scale)
-        new = torch.where(edited[..., None], self._old * self._plain[:, None, None], new)
-        biases = None
-        if self._old_bias is not None:
-            biases = torch.where(edited, self._old_bias * self._plain[:, None], new_bias)
-        counts = outcome.counts(new.device)
-        is_taken: Tensor | int = 1
+        weights, biases, counts = self._weights, self._biases, self._counts
         if isinstance(outcome.finite, Tensor):
-            finite = outcome.finite.to(new.device)
-            new, is_taken = torch.where(finite, new, 0), finite
-            biases = None if biases is None else torch.where(finite, biases, 0)
-        torch._foreach_copy_(self._weight_grads, list(new.unbind()))
-        if biases is not None:
-            torch._foreach_copy_(self._bias_grads, list(biases.unbind()))
-        is_short = (self._shorter < 1) & ~self._edited
-        is_raised = self._is_good & (self._group.status[:, 3] > 0)
-        found = {"rescued": is_raised, "fallen_back": ~self._is_good, "edited": self._edited, "bounded": is_short}
-        rest = torch.zeros_like(is_short)
-        counts.add_(torch.stack([found.get(name, rest) for name in NAMES]).sum(1) * is_taken)
+            finite = outcome.finite.to(counts.device)
+            weights, biases = (tuple([torch.where(finite, one, 0) for one in many]) for many in (weights, biases))
+            counts = counts * finite
+        new_pairs = zip(
+            *[[one for group in groups for one in group.unbind()] for groups in (weights, biases)], strict=True
+        )
+        pairs = [both for pairs in zip(self._old, new_pairs, strict=True) for both in zip(*pairs, strict=True)]
+        old, new = zip(*[(old, new) for old, new in pairs if old is not None], strict=True)
+        torch._foreach_copy_(old, new)
+        outcome.counts(counts.device).add_(counts)
+
+
+def _corrected(
+    group: RowGroup, grads: list[tuple[Tensor, Tensor | None]], limit: float | Tensor, tolerance: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The new gradients of layers of one kind.
+
+    Args:
+        group: their inputs and factors.
+        grads: what their gradients have become since the backward pass.
+        limit: of the change of their outputs.
+        tolerance: how far their gradients may be from multiples of ``ΔZᵀX`` by rounding.
+
+    Returns:
+        those of weights and biases (these also of layers that have none), what is counted, and whether all is finite.
+    """
+    old = torch.stack([weight_grad for weight_grad, _ in grads])
+    old_bias = torch.stack([bias_grad for _, bias_grad in grads if bias_grad is not None]) if group.has_bias else None
+    factors, is_edited, numbers = _compared(group, old, old_bias, tolerance)
+    trace, level, is_good, raised = group.status.unbind(-1)
+    wanted, solved, is_good = group.wanted, group.transposed_coefficients, is_good > 0
+    shorter = torch.ones_like(trace)
+    if isinstance(limit, Tensor) or not math.isinf(limit):
+        energies = (wanted * (wanted - level[:, None, None] * solved)).sum((1, 2)) * factors.square()
+        allowed = trace * (limit**2 * (wanted.shape[1] / group.columns))
+        shorter = torch.where(is_good, shortenings_of(energies, allowed), 1)
+    finite = (solved.sum((1, 2)) + trace + numbers).isfinite().all()
+    scale = group.layers[0].scale
+    new, new_bias = group.combined(factors * shorter * scale)
+    plain = scale / (trace + level)
+    new = torch.where(is_edited[:, None, None], old * plain[:, None, None], new)
+    if old_bias is not None:
+        new_bias = torch.where(is_edited[:, None], old_bias * plain[:, None], new_bias)
+    is_short, rest = (shorter < 1) & ~is_edited, torch.zeros_like(is_good)
+    found = {"rescued": is_good & (raised > 0), "fallen_back": ~is_good, "edited": is_edited, "bounded": is_short}
+    return new, new_bias, torch.stack([found.get(name, rest) for name in NAMES]).sum(1), finite
+
+
+def _compared(group: RowGroup, old: Tensor, old_bias: Tensor | None, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The scalars c with ``.grad = c ΔZᵀX``, whether there is none, and numbers that are finite if all are."""
+    wanted, inputs = group.wanted, group.inputs
+    u = random_numbers(wanted.shape[1], wanted.dtype, wanted.device, 0)
+    v = random_numbers(inputs.shape[2], wanted.dtype, wanted.device, 1)
+    left, right, found = u @ wanted, v @ inputs.mT, old @ v.mT
+    if old_bias is not None:
+        right, found = right + 1, found + old_bias[..., None]
+    found = (found * u.mT).sum(1)
+    return factors_of_products(left[:, None], right[:, None], found[:, None], tolerance)
 
 
 def _is_taken(work: Work) -> bool:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from consequent.capture.torch_internals import graph_is_being_captured
 from consequent.capture.use import Use
 from consequent.engines.gpu.streams import Fork, factor_streams, side_stream, switched_to
 from consequent.engines.inverse_factor import InverseFactor, inverse_factor
@@ -66,9 +65,14 @@ class RowGroup:
         self.factors: InverseFactor | None = None
 
     @property
+    def has_bias(self) -> bool:
+        """Whether the layers have one."""
+        return self.layers[0].has_bias
+
+    @property
     def columns(self) -> int:
         """Of X, that of a bias included."""
-        return self.layers[0].inputs.shape[1] + self.layers[0].has_bias
+        return self.layers[0].inputs.shape[1] + self.has_bias
 
     @property
     def status(self) -> Tensor:
@@ -81,7 +85,7 @@ class RowGroup:
         """X of all layers, with ones and zeros behind the features."""
         from consequent.engines.gpu.kernels.padded_rows import padded_rows
 
-        return padded_rows([layer.inputs for layer in self.layers], ones=self.layers[0].has_bias)
+        return padded_rows([layer.inputs for layer in self.layers], ones=self.has_bias)
 
     @property
     def inputs(self) -> Tensor:
@@ -133,41 +137,45 @@ class RowGroup:
             return torch.bmm(coefficients, self.inputs), coefficients.sum(-1)
 
 
-Groups = list[tuple[RowGroup, list[int]]]
-
-
-def factorise_rows_beside(layers: Sequence[RowLayer], events: Sequence["torch.cuda.Event | None"]) -> Groups:
-    """:func:`factorise_rows`; in a CUDA graph beside the backward pass, from where the inputs are there.
-
-    Args:
-        layers: all on one device.
-        events: when the inputs of each are there, in a CUDA graph.
-    """
-    if not graph_is_being_captured():
-        return factorise_rows(layers)
-    device = layers[0].inputs.device
-    aside = Fork(side_stream(device, "many rows"), events, factor_streams(device, "many rows"))
-    with switched_to(aside.stream):
-        groups = factorise_rows(layers)
-        for group, _ in groups:
-            group.used_on(aside.origin)
-    aside.join()
-    return groups
-
-
-@in_full_precision
-def factorise_rows(layers: Sequence[RowLayer]) -> Groups:
-    """The Gram matrices ``X Xᵀ + λI`` of all layers, factorised, those of one size together. Reads the inputs alone.
-
-    Returns:
-        the layers in groups, and for each group which layers are in it.
-    """
+def groups_of(layers: Sequence[RowLayer]) -> list[list[int]]:
+    """Which layers are of one kind."""
     kinds: dict[Hashable, list[int]] = {}
     for place, layer in enumerate(layers):
         kinds.setdefault(layer.kind, []).append(place)
-    groups = [(RowGroup([layers[place] for place in places]), places) for places in kinds.values()]
+    return list(kinds.values())
+
+
+def factorise_rows_beside(
+    layers: Sequence[RowLayer], groups: list[list[int]], events: Sequence["torch.cuda.Event | None"]
+) -> list[RowGroup]:
+    """:func:`factorise_rows` in a CUDA graph of the user's: beside the backward pass, from where the inputs are there.
+
+    Args:
+        layers: all on one device.
+        groups: which of them are of one kind.
+        events: when the inputs of each are there.
+    """
+    device = layers[0].inputs.device
+    aside = Fork(side_stream(device, "many rows"), events, factor_streams(device, "many rows"))
+    with switched_to(aside.stream):
+        found = factorise_rows(layers, groups)
+        for group in found:
+            group.used_on(aside.origin)
+    aside.join()
+    return found
+
+
+@in_full_precision
+def factorise_rows(layers: Sequence[RowLayer], groups: list[list[int]]) -> list[RowGroup]:
+    """The Gram matrices ``X Xᵀ + λI`` of all layers, factorised, those of one size together. Reads the inputs alone.
+
+    Args:
+        layers: all on one device.
+        groups: which of them are of one kind.
+    """
+    found = [RowGroup([layers[place] for place in places]) for places in groups]
     sizes: dict[tuple[int, Level], list[RowGroup]] = {}
-    for group, _ in groups:
+    for group in found:
         first = group.layers[0]
         sizes.setdefault((len(first.inputs), first.level), []).append(group)
     for (_, level), alike in sizes.items():
@@ -177,4 +185,4 @@ def factorise_rows(layers: Sequence[RowLayer]) -> Groups:
         parts = zip(alike, together.inverse.split(counts), together.status.split(counts), strict=True)
         for group, inverse, status in parts:
             group.factors = InverseFactor(inverse, status)
-    return groups
+    return found

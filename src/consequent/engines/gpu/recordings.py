@@ -9,13 +9,14 @@ import gc
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from consequent.engines.gpu.streams import switched_to
 from consequent.reports.errors import ConsequentWarning
 
 MOST_RECORDINGS = 6  # of one piece of work: memory comes in patterns that alternate
@@ -142,9 +143,14 @@ class Replays:
 
 
 class GraphRecorder:
-    """Records CUDA graphs. They share the memory for what is needed only while they run, one after the other."""
+    """Records CUDA graphs. They share the memory for what is needed only while they run, one after the other.
 
-    def __init__(self) -> None:
+    Args:
+        apart: the stream to record on, where the current one may be that of the legacy API, which cannot be recorded.
+    """
+
+    def __init__(self, apart: torch.cuda.Stream | None = None) -> None:
+        self._apart = apart
         self._pool: Any = None
 
     def record(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -153,7 +159,7 @@ class GraphRecorder:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph(), which waits for the device first. What other threads do meanwhile is their affair.
-        with _without_garbage_collection():
+        with _without_garbage_collection(), nullcontext() if self._apart is None else switched_to(self._apart):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()

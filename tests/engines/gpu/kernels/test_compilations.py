@@ -58,8 +58,14 @@ class Kernel:
         self.fn = object()
         self.params = [Parameter(), Parameter(), Parameter(do_not_specialize=True)]
         self.compiled, self.launched = [], []
+        self.asked_for_its_key = []
         self.may_compile = threading.Event()
         self.error = None
+
+    @property
+    def cache_key(self):
+        self.asked_for_its_key.append(threading.get_ident())
+        return "of this kernel"
 
     def warmup(self, *arguments, grid, **options):
         assert self.may_compile.wait(10)
@@ -105,6 +111,13 @@ def test_a_rehearsal_compiles_on_another_thread_and_launches_nothing(kernel):
     assert compiled_before == 1, "the launch has waited"
     launch(kernel, (3,), (tensor, 6, 8))
     assert kernel.launched[1] == ((tensor, 6, 8), (3, 1, 1))
+
+
+def test_the_keys_of_tritons_cache_do_not_depend_on_threads(kernel):
+    """Triton 3.6 makes a function's from what it knows so far of the functions that it calls."""
+    kernel.may_compile.set()
+    rehearse(lambda: launch(kernel, (1,), (torch.zeros(4), 5, 7)))
+    assert kernel.asked_for_its_key == [threading.get_ident()]
 
 
 def test_what_was_launched_or_rehearsed_before_is_not_compiled_again(kernel):

@@ -77,6 +77,9 @@ def _compile_aside(
     if place in _compiled or place in _being_compiled:
         return
     device = arguments[0].device
+    # Keys of Triton's cache depend on the order in which functions are first asked for them: so that is not left to
+    # the threads. (The interpreter has none.)
+    getattr(kernel, "cache_key", None)
     # Their types stand for tensors that are aligned, as far as Triton looks: memory is not held on to.
     stand_ins = [one.dtype if isinstance(one, Tensor) and one.data_ptr() % 16 == 0 else one for one in arguments]
 
