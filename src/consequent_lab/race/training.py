@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch._C import _LinAlgError as LinAlgError
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from consequent.reports.errors import StandstillError
 from consequent_lab.graphs import GraphedStep
