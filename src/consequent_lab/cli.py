@@ -27,12 +27,14 @@ def commands() -> dict[str, Callable[..., Command]]:
     from consequent_lab.data_command import Data
     from consequent_lab.demo import Demo
     from consequent_lab.faults_command import Faults
+    from consequent_lab.race_command import Race
     from consequent_lab.report_command import Report
     from consequent_lab.reproduce_command import Reproduce
     from consequent_lab.train_command import Train
 
     return {
         "demo": Demo,
+        "race": Race,
         "bench": Bench,
         "data": Data,
         "train": Train,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # The command line reads this file for its options; torch and matplotlib are imported when needed.
-    from consequent_lab.race import Result, Rules
+    from consequent_lab.demo_race import Result, Rules
     from consequent_lab.summary import Summary
 
 LEARNING_RATES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
@@ -55,7 +55,7 @@ class Demo:
     def rules(self) -> "Rules":
         """Returns the rules of the race."""
         from consequent.maths.damping import DEFAULT, Damping
-        from consequent_lab.race import Rules
+        from consequent_lab.demo_race import Rules
 
         chosen = Damping.chosen(self.damping, self.relative_damping) or DEFAULT  # to be written down with the numbers
         rules = Rules(
@@ -81,11 +81,11 @@ class Demo:
         self.output.parent.mkdir(parents=True, exist_ok=True)  # Better fail now than after the race.
         workers = self.workers or min(cores(), 6)
         if workers > 1:
-            start_importing("consequent_lab.race")
+            start_importing("consequent_lab.demo_race")
         from consequent_lab.contestants import CONTESTANTS
+        from consequent_lab.demo_race import race, work
         from consequent_lab.display import ProgressDisplay, results_table
         from consequent_lab.figures import draw_race
-        from consequent_lab.race import race, work
         from consequent_lab.screen import console
         from consequent_lab.summary import summarise, verdicts
 

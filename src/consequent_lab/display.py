@@ -11,7 +11,7 @@ from rich.table import Table
 from consequent_lab.screen import LiveDisplay
 
 if TYPE_CHECKING:  # Every command has a console; only the demo needs scikit-learn, which a race imports.
-    from consequent_lab.race import Progress
+    from consequent_lab.demo_race import Progress
     from consequent_lab.summary import Summary
 
 COLOURS = {"SGD": "blue", "Nesterov": "dark_orange", "Adam": "green"}

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from consequent_lab.race import Result
+from consequent_lab.demo_race import Result
 from consequent_lab.records import write_atomically
 from consequent_lab.summary import Spread
 from consequent_lab.training import Point

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from consequent_lab.race import Result
+from consequent_lab.demo_race import Result
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from consequent_lab import race
+from consequent_lab import demo_race as race
 from consequent_lab.contestants import CONTESTANTS
-from consequent_lab.race import Result, Rules, Run, Trial
+from consequent_lab.demo_race import Result, Rules, Run, Trial
 from consequent_lab.summary import Spread, summarise, verdicts
 from consequent_lab.training import Point
 

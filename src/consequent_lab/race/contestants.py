@@ -1,0 +1,295 @@
+"""Who takes part: how each optimiser is made from its settings, and what a search may change in them.
+
+Every contestant has a learning rate over two and a half decades and at most one further knob, each on a logarithmic
+scale; in tasks judged by test data all have weight decay as well, in units of the schedule: the fraction that a step at
+the peak takes off a weight. The first trial of everybody is the setting that one would start with.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import consequent
+from consequent_lab.race.task import Task
+
+Settings = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A setting that is searched on a logarithmic scale, and where one would start."""
+
+    name: str
+    low: float
+    high: float
+    start: float
+
+
+class Optimizers:
+    """Optimisers that step together as if they were one, and whatever is to live as long as they do."""
+
+    def __init__(self, model: nn.Module, parts: list[Optimizer], beside: object = None) -> None:
+        self.parts = parts
+        self._model = model
+        self._beside = beside
+        self._peaks = [[float(group["lr"]) for group in part.param_groups] for part in parts]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients of the model."""
+        self._model.zero_grad(set_to_none=set_to_none)
+
+    def step(self) -> None:
+        """Takes one step of each."""
+        for part in self.parts:
+            part.step()
+
+    def schedule(self, factor: float) -> None:
+        """Sets all learning rates to a fraction of their peaks."""
+        for part, peaks in zip(self.parts, self._peaks, strict=True):
+            for group, peak in zip(part.param_groups, peaks, strict=True):
+                group["lr"] = factor * peak
+
+
+Make = Callable[[nn.Module, Settings, Task, bool], Optimizers]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """An optimiser of the race.
+
+    Attributes:
+        name: in tables.
+        make: returns it over a model, for settings and a task; the last argument: capturable in a CUDA graph.
+        knobs: what is searched, the learning rate first.
+        decay: the knob for tasks that search weight decay.
+        graphs: whether its step can be captured in a CUDA graph; others decide or count on the host.
+        variant: of the task's model, "" or "BN".
+    """
+
+    name: str
+    make: Make
+    knobs: tuple[Knob, ...]
+    decay: Knob = field(default_factory=lambda: Knob("decay", 3e-6, 3e-3, 5e-5))
+    graphs: bool = True
+    variant: str = ""
+
+    def space(self, task: Task) -> tuple[Knob, ...]:
+        """Returns the knobs of a search, with the starts that a task has for it."""
+        starts = dict(dict(task.starts).get(self.name, ()))
+        knobs = (*self.knobs, self.decay) if task.searches_decay else self.knobs
+        return tuple(
+            Knob(knob.name, knob.low, knob.high, min(max(starts.get(knob.name, knob.start), knob.low), knob.high))
+            for knob in knobs
+        )
+
+
+def lr(start: float) -> Knob:
+    """Returns a learning rate with a range of two and a half decades around where one would start."""
+    return Knob("lr", start * 10**-1.25, start * 10**1.25, start)
+
+
+# ---- plain ones --------------------------------------------------------------------------------------------------
+
+
+def decay_of(settings: Settings, usual: float = 0.0) -> float:
+    """Returns torch's weight decay, which is multiplied by the learning rate."""
+    return settings["decay"] / settings["lr"] if "decay" in settings else usual
+
+
+def sgd(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
+    """Returns gradient descent."""
+    return [torch.optim.SGD(model.parameters(), lr=settings["lr"], weight_decay=decay_of(settings))]
+
+
+def nesterov(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
+    """Returns gradient descent with Nesterov's momentum of 0.9."""
+    decay = decay_of(settings)
+    return [torch.optim.SGD(model.parameters(), lr=settings["lr"], momentum=0.9, nesterov=True, weight_decay=decay)]
+
+
+def adam(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
+    """Returns Adam."""
+    decay = settings.get("decay", 0.0)  # is part of the gradient, which Adam brings to one size
+    return [torch.optim.Adam(model.parameters(), lr=settings["lr"], weight_decay=decay, capturable=capturable)]
+
+
+def adamw(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
+    """Returns AdamW."""
+    decay = decay_of(settings, usual=0.01)
+    return [torch.optim.AdamW(model.parameters(), lr=settings["lr"], weight_decay=decay, capturable=capturable)]
+
+
+class FlatMuon(torch.optim.Muon):
+    """Muon over matrices, and over kernels of convolutions as matrices `[outputs, all the rest]`.
+
+    Torch's own takes matrices alone. A kernel is handed to it as a flat view of the same memory.
+    """
+
+    def __init__(self, weights: Iterable[Tensor], **options: Any) -> None:
+        weights = list(weights)
+        flat = [weight if weight.ndim == 2 else nn.Parameter(weight.detach().flatten(1)) for weight in weights]
+        for weight, matrix in zip(weights, flat, strict=True):
+            if weight.data_ptr() != matrix.data_ptr():
+                raise ValueError(f"a kernel of shape {list(weight.shape)} is not contiguous: Muon needs it as a matrix")
+        self._pairs = [(weight, matrix) for weight, matrix in zip(weights, flat, strict=True) if weight is not matrix]
+        super().__init__(flat, **options)
+
+    def step(self, closure: Any = None) -> Any:
+        """Takes a step with the gradients that the kernels have."""
+        for weight, matrix in self._pairs:
+            matrix.grad = None if weight.grad is None else weight.grad.flatten(1)
+        return super().step(closure)  # type: ignore[no-untyped-call]
+
+
+def muon(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
+    """Returns torch's Muon for the weights of hidden layers, convolutions flattened, and AdamW for all others.
+
+    The others: first and last layer (embeddings instead of the first where there are any), biases and norms.
+    """
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    known = set(weights if embeddings else weights[1:]) - {weights[-1]} - embeddings
+    hidden = [weight for weight in weights if weight in known]
+    others = [parameter for parameter in model.parameters() if parameter not in known]
+    decay = decay_of(settings)
+    rest = torch.optim.AdamW(others, lr=settings["other_lr"], weight_decay=decay, capturable=capturable)
+    return [FlatMuon(hidden, lr=settings["lr"], weight_decay=decay), rest]
+
+
+def soap(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
+    """Returns SOAP as its package has it, a side of more than 2,048 left as it is."""
+    from pytorch_optimizer import SOAP
+
+    decay = decay_of(settings)
+    return [
+        SOAP(
+            list(model.parameters()),
+            lr=settings["lr"],
+            betas=(0.95, 0.95),
+            weight_decay=decay,
+            precondition_frequency=10,
+            max_precondition_dim=2048,
+        )
+    ]
+
+
+def shampoo(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
+    """Returns Shampoo in blocks of 512 and grafted on SGD, its roots computed every 100 steps."""
+    from pytorch_optimizer import ScalableShampoo
+
+    return [
+        ScalableShampoo(
+            list(model.parameters()),
+            lr=settings["lr"],
+            weight_decay=decay_of(settings),
+            decoupled_weight_decay=True,
+            start_preconditioning_step=25,
+            preconditioning_compute_steps=100,
+            statistics_compute_steps=10,
+        )
+    ]
+
+
+def kfac(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
+    """Returns the inverse-free K-FAC of singd, its factors updated every 10 steps."""
+    from singd.optim.optimizer import SINGD
+
+    return [
+        SINGD(
+            model,
+            lr=settings["lr"],
+            momentum=0.9,
+            damping=settings["damping"],
+            weight_decay=decay_of(settings),
+            T=10,
+            kfac_like=True,
+            normalize_lr_cov=True,
+            warn_unsupported=False,
+        )
+    ]
+
+
+# ---- ours --------------------------------------------------------------------------------------------------------
+
+Plain = Callable[[nn.Module, Settings, Task, bool], list[Optimizer]]
+
+
+def as_it_is(plain: Plain) -> Make:
+    """Returns what makes an optimiser without a correction."""
+
+    def make(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> Optimizers:
+        return Optimizers(model, plain(model, settings, task, capturable))
+
+    return make
+
+
+def corrected(plain: Plain, **options: Any) -> Make:
+    """Returns what makes its C- version; settings with the names of dampings are the correction's."""
+
+    def make(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> Optimizers:
+        optimizers = plain(model, settings, task, capturable)
+        dampings: dict[str, Any] = {
+            name: settings[name] for name in ("damping", "relative_damping") if name in settings
+        }
+        (optimizer,) = optimizers
+        correction = consequent.attach(optimizer, model, loss_reduction=task.loss_reduction, **dampings, **options)
+        return Optimizers(model, optimizers, correction)
+
+    return make
+
+
+RELATIVE_DAMPING = Knob("relative_damping", 0.01, 1.0, 0.1)
+
+CONTESTANTS = {
+    contestant.name: contestant
+    for contestant in (
+        Contestant("SGD", as_it_is(sgd), (lr(0.05),)),
+        Contestant("Nesterov", as_it_is(nesterov), (lr(0.01),)),
+        Contestant("Adam", as_it_is(adam), (lr(3e-4),), decay=Knob("decay", 1e-6, 1e-3, 1e-5)),
+        Contestant("AdamW", as_it_is(adamw), (lr(3e-4),)),
+        Contestant("Muon", as_it_is(muon), (lr(2e-3), Knob("other_lr", 3e-5, 1e-2, 3e-4))),
+        Contestant("SOAP", as_it_is(soap), (lr(1e-3),), graphs=False),
+        Contestant("Shampoo", as_it_is(shampoo), (lr(0.01),), graphs=False),
+        Contestant("K-FAC", as_it_is(kfac), (lr(3e-3), Knob("damping", 1e-4, 1e-1, 1e-3)), graphs=False),
+        Contestant(
+            "FOOF",
+            corrected(nesterov, averaging=0.95, refresh=10, bound=None),
+            (lr(0.03), Knob("damping", 1.0, 1000.0, 100.0)),
+            graphs=False,
+        ),
+        Contestant("C-SGD", corrected(sgd), (lr(0.1), RELATIVE_DAMPING)),
+        Contestant("C-Nesterov", corrected(nesterov), (lr(0.01), RELATIVE_DAMPING)),
+        Contestant("C-Adam", corrected(adam), (lr(3e-4), RELATIVE_DAMPING), decay=Knob("decay", 1e-6, 1e-3, 1e-5)),
+        Contestant("C-AdamW", corrected(adamw), (lr(3e-4), RELATIVE_DAMPING)),
+        Contestant("Nesterov-BN", as_it_is(nesterov), (lr(0.1),), variant="BN"),
+        Contestant("AdamW-BN", as_it_is(adamw), (lr(1e-3),), variant="BN"),
+        Contestant("Muon-BN", as_it_is(muon), (lr(0.02), Knob("other_lr", 3e-5, 1e-2, 1e-3)), variant="BN"),
+    )
+}
+
+
+def contestant_named(name: str) -> Contestant:
+    """Returns a contestant; its name may be written in small letters."""
+    for known in CONTESTANTS.values():
+        if known.name.lower() == name.lower():
+            return known
+    raise ValueError(f"there is no contestant {name!r}; there are {', '.join(CONTESTANTS)}")
+
+
+def cosine(step: int, steps: int) -> float:
+    """Returns the learning rate after so many steps, as a fraction of its peak.
+
+    >>> cosine(0, 10), round(cosine(5, 10), 6)
+    (1.0, 0.5)
+    """
+    return 0.5 * (1 + math.cos(math.pi * step / steps))

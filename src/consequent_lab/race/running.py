@@ -1,0 +1,233 @@
+"""A race as jobs: the search of a contestant, then a final for each seed; side by side, until the time is over."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from consequent_lab.pool import Pool
+from consequent_lab.race.contestants import Contestant, Settings, contestant_named
+from consequent_lab.race.curves import Point, packed
+from consequent_lab.race.results import Line, Results, line_of
+from consequent_lab.race.search import OutOfTimeError, Search
+from consequent_lab.race.task import SEARCH_SEED, Data, Task
+from consequent_lab.race.tasks import task_named
+from consequent_lab.race.training import curve_of
+from consequent_lab.timing import describe_error
+
+Report = Callable[[Line], None]
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What the processes need to know of the race.
+
+    Attributes:
+        task: its name.
+        tiny: whether its tiny form is run.
+        epochs: others than the task's own.
+        place: of the data.
+        device: "cpu" or "cuda".
+        graph: whether steps may be CUDA graphs.
+        trials: of every contestant.
+        deadline: by `time.time()`, when to stop; None is never.
+    """
+
+    task: str
+    tiny: bool = False
+    epochs: int | None = None
+    place: Path | None = None
+    device: str = "cpu"
+    graph: bool = True
+    trials: int = 12
+    deadline: float | None = None
+
+    def the_task(self) -> Task:
+        """Returns the task."""
+        task = task_named(self.task, tiny=self.tiny)
+        return task if self.epochs is None else task.with_epochs(self.epochs)
+
+    def check_time(self) -> None:
+        """Raises if the time is over."""
+        if self.deadline is not None and time.time() > self.deadline:
+            raise OutOfTimeError
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job came to: the settings that were found, or what went wrong."""
+
+    settings: Settings | None = None
+    is_out_of_time: bool = False
+    error: str = ""
+
+
+@lru_cache(maxsize=2)
+def data_of(conditions: Conditions, seed: int, *, search: bool) -> Data:
+    """Returns the data on the device; a search that is judged by test data has a part of the training data for it."""
+    task = conditions.the_task()
+    data = task.load(conditions.place, seed)
+    if search and task.holds_out:
+        data = data.with_validation()
+    return data.to(conditions.device)
+
+
+# ---- jobs, in any process ----------------------------------------------------------------------------------------
+
+
+def search(report: Report, conditions: Conditions, name: str, lines: list[Line]) -> Outcome:
+    """Runs the trials that a contestant still has, reports each as a line, and returns the best settings."""
+    task, contestant = conditions.the_task(), contestant_named(name)
+    lines = list(lines)
+    try:
+        conditions.check_time()
+        data = data_of(conditions, SEARCH_SEED, search=True)
+        steps = task.steps(len(data.train_inputs), search=True)
+        study = Search(task, contestant, lines)
+        while study.number < conditions.trials:
+            conditions.check_time()
+            line = _trial(conditions, contestant, study, data, steps)
+            report(line)
+            lines.append(line)
+    except OutOfTimeError:
+        return Outcome(is_out_of_time=True)
+    except Exception as error:  # of a package, on data it was not made for: the others go on
+        return Outcome(error=describe_error(error))
+    best = Results(task, Path(), lines).best(name)
+    return Outcome(None if best is None else best["settings"])
+
+
+def _trial(conditions: Conditions, contestant: Contestant, study: Search, data: Data, steps: int) -> Line:
+    task, trial = conditions.the_task(), study.ask()
+
+    def watch(curve: list[Point]) -> bool:
+        conditions.check_time()
+        return trial.is_over(curve, steps)
+
+    curve, is_graphed = curve_of(task, contestant, trial.settings, data, SEARCH_SEED, steps, conditions.graph, watch)
+    ended = trial.end(curve, steps)
+    kept = {"steps": steps, "graph": is_graphed, "device": conditions.device, "curve": packed(curve)}
+    return line_of(task, "trial", contestant.name, **ended, **kept)
+
+
+def final(report: Report, conditions: Conditions, name: str, settings: Settings, seed: int) -> Outcome:
+    """Runs a final and reports it as a line."""
+    task, contestant = conditions.the_task(), contestant_named(name)
+    start = time.perf_counter()
+
+    def watch(curve: list[Point]) -> bool:
+        conditions.check_time()
+        return False
+
+    try:
+        conditions.check_time()
+        # Tasks that split at random have another set for every seed; the others keep one in memory.
+        data = data_of(conditions, seed if task.name.startswith("table") else 0, search=False)
+        steps = task.steps(len(data.train_inputs))
+        curve, is_graphed = curve_of(task, contestant, settings, data, seed, steps, conditions.graph, watch)
+    except OutOfTimeError:
+        return Outcome(is_out_of_time=True)
+    except Exception as error:
+        return Outcome(error=describe_error(error))
+    seconds = time.perf_counter() - start
+    report(
+        line_of(
+            task,
+            "final",
+            name,
+            settings=settings,
+            seed=seed,
+            steps=steps,
+            seconds=seconds,
+            graph=is_graphed,
+            device=conditions.device,
+            curve=packed(curve),
+        )
+    )
+    return Outcome(settings)
+
+
+# ---- the race, in one process ------------------------------------------------------------------------------------
+
+
+def race(
+    conditions: Conditions,
+    names: list[str],
+    seeds: int,
+    workers: int,
+    results: Results,
+    searched: Results,
+    say: Callable[[str], None],
+) -> bool:
+    """Runs what is missing and returns whether nothing is.
+
+    Args:
+        conditions: of all jobs.
+        names: the contestants, in the order of work.
+        seeds: finals of each.
+        workers: jobs at a time, a process each; 1 stays in this process.
+        results: where lines are kept.
+        searched: where the settings come from: the same, or those of the task whose search is taken over.
+        say: shows a sentence.
+    """
+
+    def report(line: Line) -> None:
+        results.add(line)
+        say(sentence(results.task, line))
+
+    waiting: deque[tuple[str, int | None, Settings | None]] = deque()
+    for name in names:
+        if results is searched and len(results.trials(name)) < conditions.trials:
+            waiting.append((name, None, None))
+            continue
+        best = searched.best(name)
+        if best is None:
+            say(f"{name}: there is no search of {searched.task.name} to take the settings from")
+            continue
+        waiting.extend((name, seed, best["settings"]) for seed in _missing(results, name, seeds))
+    is_whole = True
+    running: dict[Future[Outcome], tuple[str, int | None]] = {}
+    with Pool[Line](workers, report) as pool:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                name, seed, settings = waiting.popleft()
+                if settings is None or seed is None:
+                    future = pool.submit(search, conditions, name, results.trials(name))
+                else:
+                    future = pool.submit(final, conditions, name, settings, seed)
+                running[future] = name, seed
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                name, seed = running.pop(future)
+                outcome = future.result()
+                if outcome.error:
+                    say(f"{name}: {outcome.error}")
+                if outcome.error or outcome.is_out_of_time:
+                    is_whole = False
+                elif seed is None and outcome.settings is not None:
+                    # Before other searches: a table of some contestants is worth more than many searches.
+                    missing = _missing(results, name, seeds)
+                    waiting.extendleft((name, seed, outcome.settings) for seed in reversed(missing))
+    return is_whole
+
+
+def _missing(results: Results, name: str, seeds: int) -> list[int]:
+    there = {line["seed"] for line in results.finals(name)}
+    return [seed for seed in range(seeds) if seed not in there]
+
+
+def sentence(task: Task, line: Line) -> str:
+    """Returns what a line says, in short."""
+    settings = ", ".join(f"{name} {value:.3g}" for name, value in line["settings"].items())
+    last = {name: values[-1] for name, values in line["curve"].items() if name != "step"}
+    metrics = ", ".join(f"{name} {'nan' if value is None else f'{value:.4g}'}" for name, value in last.items())
+    which = f"trial {line['number']}" if line["kind"] == "trial" else f"seed {line['seed']}"
+    ending = " (given up)" if line.get("state") == "pruned" else ""
+    how = "graph" if line["graph"] else "eager"
+    return (
+        f"{line['contestant']:11} {which:8} {settings}: {metrics} after {line['curve']['step'][-1]} steps, "
+        f"{line['seconds']:.1f} s {how}{ending}"
+    )

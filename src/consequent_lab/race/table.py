@@ -1,0 +1,149 @@
+"""The table of a task, made from its lines: on the terminal and in the docs."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from consequent_lab.race.contestants import CONTESTANTS
+from consequent_lab.race.curves import unpacked
+from consequent_lab.race.measures import Measure, TimeTo, shown
+from consequent_lab.race.results import Line, Results
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median and the range over seeds; infinite where a target was not reached."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle value; of two, the higher one."""
+        return statistics.median_high(self.values)
+
+    def text(self, form: str, metric: str | None = None) -> str:
+        """Returns the median and the range.
+
+        >>> Spread((3.0, 1.0, 2.0)).text(",.0f"), Spread((1.0, math.inf, math.inf)).text(",.0f")
+        ('2 (1–3)', '– (1–…)')
+        """
+
+        def one(value: float, missing: str) -> str:
+            if not math.isfinite(value):
+                return missing
+            return format(value, form) if metric is None else shown(metric, value)
+
+        low, high = min(self.values), max(self.values)
+        if not math.isfinite(low):
+            return "–"
+        if low == high:
+            return one(low, "–")
+        return f"{one(self.median, '–')} ({one(low, '–')}–{one(high, '…')})"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A contestant's line of the table."""
+
+    contestant: str
+    settings: str
+    cells: tuple[str, ...]
+    rank: float
+
+
+def spread_of(measure: Measure, lines: Sequence[Line]) -> Spread:
+    """Returns what finals come to by a measure, in its own unit: steps to a target, or a metric."""
+    values = []
+    for line in lines:
+        curve = unpacked(line["curve"])
+        if isinstance(measure, TimeTo):
+            step = measure.arrival(curve)
+            values.append(math.inf if step is None else float(step))
+        else:
+            score = measure.score(curve, line["steps"])
+            values.append(-score if measure.rising else score)
+    return Spread(tuple(values))
+
+
+def headings(results: Results) -> list[str]:
+    """Returns the heads of the columns after the contestant and its settings."""
+    heads = []
+    for measure in (results.task.measure, *results.task.reported):
+        heads.append(str(measure))
+        if isinstance(measure, TimeTo):
+            heads += ["seconds, eager", "seconds, CUDA graph"] if _has_graphs(results) else ["seconds"]
+    return [*heads, "ms a step"]
+
+
+def rows(results: Results) -> list[Row]:
+    """Returns the lines of the table, the best by the search's measure first."""
+    found = []
+    for name in CONTESTANTS:
+        finals = results.finals(name)
+        if not finals:
+            continue
+        times: dict[str, dict[str, float]] = next(
+            (line["milliseconds"] for line in reversed(results.of_kind("time", name))), {}
+        )
+        ways = ("eager", "graph") if _has_graphs(results) else ("eager",)
+        cells = []
+        for measure in (results.task.measure, *results.task.reported):
+            spread = spread_of(measure, finals)
+            if isinstance(measure, TimeTo):
+                cells.append(spread.text(",.0f"))
+                cells += [_seconds(spread, times.get(way)) for way in ways]
+            else:
+                cells.append(spread.text(".3g", measure.metric))
+        cells.append(" / ".join(f"{times[way]['median']:.3g}" if way in times else "–" for way in ways))
+        first = results.task.measure
+        median = spread_of(first, finals).median
+        rank = -median if getattr(first, "rising", False) and not isinstance(first, TimeTo) else median
+        # Of those that do not reach the target, the one with the better end comes first.
+        ends = statistics.median(first.score(unpacked(line["curve"]), line["steps"]) for line in finals)
+        settings = ", ".join(f"{key} {value:.2g}" for key, value in finals[0]["settings"].items())
+        found.append((rank, ends, Row(name, f"{settings} ({len(finals)} seeds)", tuple(cells), rank)))
+    return [row for _, _, row in sorted(found, key=lambda entry: entry[:2])]
+
+
+def _seconds(spread: Spread, quartiles: dict[str, float] | None) -> str:
+    if quartiles is None or not math.isfinite(spread.median):
+        return "–"
+    return f"{spread.median * quartiles['median'] / 1e3:.3g}"
+
+
+def _has_graphs(results: Results) -> bool:
+    return any("graph" in line["milliseconds"] for line in results.lines if line["kind"] == "time")
+
+
+def caption(results: Results) -> str:
+    """Returns what was done, in a sentence."""
+    trials = max((len(results.trials(name)) for name in CONTESTANTS), default=0)
+    where = f"of {results.task.settings_from}" if results.task.settings_from else f"{trials} trials for each contestant"
+    return (
+        f"{results.task.title}. Settings by {results.task.measure} ({where}, successive halving), then other seeds: "
+        "median (lowest–highest). Seconds are steps × the time of a step measured alone."
+    )
+
+
+def terminal_table(results: Results) -> Table:
+    """Returns the table for the terminal."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=caption(results), title=results.task.name)
+    for head in ("contestant", "settings"):
+        table.add_column(head)
+    for head in headings(results):
+        table.add_column(head, justify="right")
+    for row in rows(results):
+        table.add_row(row.contestant, row.settings, *row.cells)
+    return table
+
+
+def markdown_table(results: Results) -> str:
+    """Returns the table for the docs."""
+    heads = ["contestant", *headings(results), "settings"]
+    lines = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 2)}---|"]
+    lines += [f"| {' | '.join([row.contestant, *row.cells, row.settings])} |" for row in rows(results)]
+    return f"{caption(results)}\n\n" + "\n".join(lines) + "\n"

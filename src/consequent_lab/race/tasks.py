@@ -1,0 +1,314 @@
+"""The tasks, in the order of work; each has a tiny form that shows in seconds on a CPU that everything runs."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from consequent_lab.models import LanguageModel, mlp, residual_net
+from consequent_lab.race import sources
+from consequent_lab.race.measures import Best, Final, TimeTo
+from consequent_lab.race.networks import fourier, siren
+from consequent_lab.race.task import Data, Task, classification, classification_of_some, regression, signal
+
+ALL = ("SGD", "Nesterov", "Adam", "Muon", "C-SGD", "C-Nesterov", "C-Adam", "FOOF", "K-FAC", "SOAP", "Shampoo")
+DECAYED = ("C-Nesterov", "C-AdamW", "C-SGD", "Nesterov", "AdamW", "Muon", "FOOF", "SOAP", "K-FAC", "Shampoo")
+WITH_BATCH_NORM = ("Nesterov-BN", "AdamW-BN", "Muon-BN")
+OF_SIGNALS = ("Adam", "Muon", "C-Adam", "C-Nesterov", "C-SGD", "Nesterov", "SOAP", "K-FAC", "FOOF", "Shampoo")
+
+Starts = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
+
+
+# ---- 1: the paper's perceptron -----------------------------------------------------------------------------------
+
+MLP_MEASURE = TimeTo("train_loss", 0.01)
+MLP_REPORTED = (
+    TimeTo("train_loss", 0.1),
+    Final("train_loss"),
+    Best("test_accuracy", rising=True),
+)
+IMAGES = 16_000  # for training
+
+
+def perceptron(dataset: str, batch_size: int, settings_from: str | None) -> Task:
+    """Returns the paper's network on a set; its loss is that of all training images, four times an epoch."""
+    shape, classes, width = {
+        "cifar10": (3072, 10, 800),
+        "cifar100": (3072, 100, 1600),
+        "fashion-mnist": (784, 10, 800),
+    }[dataset]
+    return Task(
+        name=f"mlp-{dataset}-b{batch_size}",
+        title=f"the paper's perceptron of eight hidden layers on {dataset}, {IMAGES:,} images, batches of {batch_size}",
+        load=lambda place, seed: sources.images(dataset, place, IMAGES, 4000, flat=True),
+        model=lambda variant: mlp(shape, (width,) * 8, classes),
+        loss=cross_entropy,
+        evaluate=classification,
+        measure=MLP_MEASURE,
+        reported=MLP_REPORTED,
+        contestants=ALL,
+        batch_size=batch_size,
+        epochs=12,
+        evaluations=48,
+        settings_from=settings_from,
+    )
+
+
+# ---- 2, 3: ResNet-20 ---------------------------------------------------------------------------------------------
+
+RESNET_STARTS: Starts = (
+    ("C-Nesterov", (("lr", 0.1), ("relative_damping", 0.3), ("decay", 1e-3))),
+    ("C-SGD", (("lr", 0.3), ("relative_damping", 0.3), ("decay", 1e-3))),
+    ("C-AdamW", (("lr", 1e-3), ("relative_damping", 0.3), ("decay", 1e-3))),
+)
+
+
+def resnet(augmented: bool) -> Task:
+    """Returns ResNet-20 on CIFAR-10: judged by test accuracy if augmented, else by how soon it knows all images."""
+    task = Task(
+        name="resnet20-cifar10",
+        title="ResNet-20 on CIFAR-10, augmented (crop, flip), without BatchNorm unless it says BN, batches of 128",
+        load=lambda place, seed: sources.images("cifar10", place, None, None, flat=False),
+        model=lambda variant: residual_net((16, 32, 64), 3, batch_norm=variant == "BN"),
+        loss=cross_entropy,
+        evaluate=classification_of_some,
+        measure=Final("test_accuracy", rising=True),
+        reported=(Final("train_loss"), Final("train_accuracy", rising=True)),
+        contestants=DECAYED[:7] + WITH_BATCH_NORM + DECAYED[7:],
+        batch_size=128,
+        epochs=100,
+        evaluations=50,
+        search_epochs=24,
+        augment=sources.crop_and_flip,
+        searches_decay=True,
+        starts=RESNET_STARTS,
+    )
+    if augmented:
+        return task
+    return replace(
+        task,
+        name="resnet20-cifar10-train",
+        title="ResNet-20 on CIFAR-10 to 100 % training accuracy, without augmentation, batches of 128",
+        evaluate=classification,
+        measure=TimeTo("train_accuracy", 1.0, rising=True),
+        reported=(TimeTo("train_accuracy", 0.99, rising=True), Final("train_loss"), Best("test_accuracy", rising=True)),
+        contestants=ALL[:8] + WITH_BATCH_NORM + ALL[8:],
+        epochs=30,
+        evaluations=60,
+        search_epochs=None,
+        augment=None,
+        searches_decay=False,
+    )
+
+
+# ---- 4: coordinates ----------------------------------------------------------------------------------------------
+
+SIGNAL_STARTS: Starts = (
+    ("Adam", (("lr", 1e-3),)),
+    ("C-Adam", (("lr", 1e-3),)),
+    ("Muon", (("lr", 1e-2), ("other_lr", 1e-3))),
+    ("SOAP", (("lr", 3e-3),)),
+)
+HIDDEN = (256,) * 5
+
+
+def coordinates(kind: str, name: str, side: int, settings_from: str | None) -> Task:
+    """Returns a photograph as a network, the full batch of 128² or batches of 16,384 of 256² pixels."""
+    network, activation = {"siren": (siren, "SIREN"), "fourier": (fourier, "ReLU behind Fourier features")}[kind]
+    batches = side * side // 16_384
+    steps = 1000 if batches == 1 else 2000
+    return Task(
+        name=f"{kind}-{side}-{name}",
+        title=f"the picture '{name}' of {side}² pixels as a network of 5×256, {activation}, "
+        f"{'the full batch' if batches == 1 else 'batches of 16,384'}",
+        load=lambda place, seed: sources.picture(name, place, side),
+        model=lambda variant: network(2, HIDDEN, 3),
+        loss=mse_loss,
+        evaluate=_signal_of_training,
+        measure=Final("psnr", rising=True),
+        reported=(TimeTo("psnr", 30.0, rising=True), TimeTo("psnr", 40.0, rising=True)),
+        contestants=OF_SIGNALS,
+        batch_size=16_384,
+        epochs=steps // batches,
+        evaluations=50,
+        loss_reduction="mse",
+        settings_from=settings_from,
+        starts=SIGNAL_STARTS,
+    )
+
+
+def _signal_of_training(model: nn.Module, data: Data) -> dict[str, Tensor]:
+    metrics = signal(model, data)
+    return {name: metrics[name] for name in ("train_loss", "psnr")}
+
+
+def distances() -> Task:
+    """Returns a signed-distance field in space as a SIREN, judged at other points."""
+    return Task(
+        name="siren-sdf",
+        title="a signed-distance field of balls and boxes as a SIREN 5×256, batches of 16,384 points",
+        load=lambda place, seed: sources.distance_field(131_072, 16_384),
+        model=lambda variant: siren(3, HIDDEN, 1),
+        loss=mse_loss,
+        evaluate=signal,
+        measure=Final("test_psnr", rising=True),
+        reported=(Final("psnr", rising=True),),
+        contestants=OF_SIGNALS,
+        batch_size=16_384,
+        epochs=250,
+        evaluations=50,
+        loss_reduction="mse",
+        starts=SIGNAL_STARTS,
+    )
+
+
+# ---- 5: tables ---------------------------------------------------------------------------------------------------
+
+
+def tabular(name: str) -> Task:
+    """Returns a table; every seed has its own split."""
+    inputs, outputs, is_class = {
+        "diabetes": (10, 1, False),
+        "breast-cancer": (30, 2, True),
+        "wine": (13, 3, True),
+        "digits": (64, 10, True),
+        "robot-arm": (8, 1, False),
+    }[name]
+    return Task(
+        name=f"table-{name}",
+        title=f"the table '{name}', three hidden layers of 256, batches of 32",
+        load=lambda place, seed: sources.table(name, place, seed),
+        model=lambda variant: mlp(inputs, (256,) * 3, outputs),
+        loss=cross_entropy if is_class else mse_loss,
+        evaluate=classification if is_class else regression,
+        measure=Final("test_loss"),
+        reported=(Final("test_accuracy", rising=True), Final("train_loss")) if is_class else (Final("train_loss"),),
+        contestants=DECAYED,
+        batch_size=32,
+        epochs=20,
+        evaluations=20,
+        loss_reduction="mean" if is_class else "mse",
+        searches_decay=True,
+    )
+
+
+# ---- 6: text -----------------------------------------------------------------------------------------------------
+
+
+def bytes_of_sources() -> Task:
+    """Returns a GPT of 10.7 M parameters on the bytes of Python's standard library."""
+    return Task(
+        name="gpt-bytes",
+        title="a byte-level GPT of 10.7 M parameters on Python's standard library, batches of 32 windows of 256",
+        load=lambda place, seed: sources.text(place, 256, 128),
+        model=lambda variant: LanguageModel(layers=6, width=384, heads=6, context=256, vocabulary=256),
+        loss=_loss_of_tokens,
+        evaluate=_language,
+        measure=Final("test_loss"),
+        reported=(Final("train_loss"),),
+        contestants=("AdamW", "C-AdamW", "Muon", "C-Nesterov", "Nesterov", "SOAP"),
+        batch_size=32,
+        epochs=2,
+        evaluations=24,
+        loss_reduction="tokens",
+        searches_decay=True,
+    )
+
+
+def _loss_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _language(model: nn.Module, data: Data) -> dict[str, Tensor]:
+    """Returns the loss over the first 128 windows of training and test data."""
+
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        parts = zip(inputs[:128].split(32), targets[:128].split(32), strict=True)
+        return torch.stack([_loss_of_tokens(model(part), wanted) for part, wanted in parts]).mean()
+
+    return {
+        "train_loss": loss(data.train_inputs, data.train_targets),
+        "test_loss": loss(data.test_inputs, data.test_targets),
+    }
+
+
+# ---- the list ----------------------------------------------------------------------------------------------------
+
+FIRST_MLP = "mlp-cifar10-b32"
+TASKS = {
+    task.name: task
+    for task in (
+        perceptron("cifar10", 32, None),
+        perceptron("cifar10", 128, None),
+        perceptron("cifar10", 512, None),
+        perceptron("cifar100", 32, FIRST_MLP),
+        perceptron("fashion-mnist", 32, FIRST_MLP),
+        resnet(augmented=True),
+        resnet(augmented=False),
+        *(
+            coordinates(kind, name, side, None if number == 0 else f"{kind}-{side}-{sources.PICTURES[0]}")
+            for kind in ("siren", "fourier")
+            for side in (128, 256)
+            for number, name in enumerate(sources.PICTURES)
+        ),
+        distances(),
+        *(tabular(name) for name in (*sources.TABLES, "robot-arm")),
+        bytes_of_sources(),
+    )
+}
+
+
+def task_named(name: str, *, tiny: bool = False) -> Task:
+    """Returns a task, or its tiny form: a smaller model, hardly any data, two epochs."""
+    if name not in TASKS:
+        raise ValueError(f"there is no task {name!r}; there are {', '.join(TASKS)}")
+    return tiny_form(TASKS[name]) if tiny else TASKS[name]
+
+
+def tiny_form(task: Task) -> Task:
+    """Returns a task that has the parts of another one, and ends within a second or two."""
+    kind = task.name.split("-")[0]
+    batch = 512 if kind in ("siren", "fourier") else 16
+    loads: dict[str, Callable[[Path | None, int], Data]] = {
+        "mlp": partial(_random_images, flat=True, classes=100 if "cifar100" in task.name else 10),
+        "resnet20": partial(_random_images, flat=False, classes=10),
+        "gpt": lambda place, seed: _cut(sources.text(place, 16, 16), 48, 16),
+    }
+    models: dict[str, Callable[[str], nn.Module]] = {
+        "mlp": lambda variant: mlp(3 * 8 * 8, (16, 16, 16), 100 if "cifar100" in task.name else 10),
+        "resnet20": lambda variant: residual_net((4, 8), 1, batch_norm=variant == "BN"),
+        "siren": lambda variant: siren(3 if "sdf" in task.name else 2, (16, 16), 1 if "sdf" in task.name else 3),
+        "fourier": lambda variant: fourier(2, (16, 16), 3),
+        "gpt": lambda variant: LanguageModel(layers=1, width=16, heads=2, context=16, vocabulary=256),
+    }
+    full_load = task.load
+    return replace(
+        task,
+        name=f"{task.name}-tiny",
+        title=f"{task.title} (tiny: shows that it runs)",
+        load=loads.get(kind, lambda place, seed: _cut(full_load(place, seed), 4 * batch, batch)),
+        model=models.get(kind, task.model),
+        batch_size=batch,
+        epochs=2,
+        evaluations=2,
+        search_epochs=None,
+        settings_from=None if task.settings_from is None else f"{task.settings_from}-tiny",
+    )
+
+
+def _random_images(place: Path | None, seed: int, *, flat: bool, classes: int) -> Data:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(80, 3, 8, 8, generator=generator)
+    labels = torch.randint(0, classes, (80,), generator=generator)
+    images = images.flatten(1) if flat else images
+    return Data(images[:64], labels[:64], images[64:], labels[64:])
+
+
+def _cut(data: Data, train: int, test: int) -> Data:
+    return Data(
+        data.train_inputs[:train], data.train_targets[:train], data.test_inputs[:test], data.test_targets[:test]
+    )

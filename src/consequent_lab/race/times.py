@@ -1,0 +1,70 @@
+"""How long a step of each contestant takes, alone on the machine, and how much memory it needs."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+
+from consequent_lab.race.contestants import Contestant, Settings, contestant_named
+from consequent_lab.race.results import Line, Results, line_of
+from consequent_lab.race.running import Conditions, data_of
+from consequent_lab.race.task import Data, Task
+from consequent_lab.race.training import WARM_UP_STEPS, Run
+from consequent_lab.timing import Plan, Quartiles, describe_error, measure, peak_memory, release_memory
+
+PERIOD = 100  # steps after which every contestant has done all that it does now and then
+SLOWED = 1e-3  # the fraction of the learning rate that steps are timed with: a batch is learnt again and again
+PLAN = Plan(rounds=7, seconds=60, warm_up=WARM_UP_STEPS + 1, period=PERIOD)
+TINY_PLAN = Plan(rounds=5, seconds=1, sample_seconds=0.001, warm_up=WARM_UP_STEPS + 1)
+
+
+def times(conditions: Conditions, names: list[str], results: Results, say: Callable[[str], None]) -> None:
+    """Measures the contestants and keeps a line for each; those with a line are passed over.
+
+    Eager steps are timed one contestant after the other within a round, and so are CUDA graphs.
+    """
+    task = conditions.the_task()
+    data = data_of(conditions, 0, search=False)
+    names = [name for name in names if not results.of_kind("time", name)]
+    chosen: dict[str, Settings] = {}
+    for name in names:
+        best = results.best(name)
+        knobs = contestant_named(name).space(task)
+        chosen[name] = best["settings"] if best else {knob.name: knob.start for knob in knobs}
+    lines: dict[str, Line] = {name: {"milliseconds": {}, "errors": {}} for name in names}
+    if conditions.device == "cuda":
+        for name in names:
+            try:
+                memory = peak_memory(lambda name=name: step_of(task, contestant_named(name), chosen[name], data, False))  # type: ignore[misc]
+                lines[name]["memory_mib"] = asdict(memory)
+            except Exception as error:
+                lines[name]["errors"]["memory"] = describe_error(error)
+    for how in ("eager", "graph") if conditions.device == "cuda" else ("eager",):
+        steps = {}
+        for name in names:
+            contestant = contestant_named(name)
+            if how == "graph" and not contestant.graphs:
+                continue
+            try:
+                steps[name] = step_of(task, contestant, chosen[name], data, how == "graph")
+            except Exception as error:
+                lines[name]["errors"][how] = describe_error(error)
+        timings = measure(steps, conditions.device, TINY_PLAN if conditions.tiny else PLAN)
+        for name, samples in timings.milliseconds.items():
+            lines[name]["milliseconds"][how] = asdict(Quartiles.of(samples))
+        for name, message in timings.errors.items():
+            lines[name]["errors"][how] = message
+        steps.clear()
+        release_memory()
+    machine = torch.cuda.get_device_name() if conditions.device == "cuda" else "CPU"
+    for name, line in lines.items():
+        kept = line_of(task, "time", name, settings=chosen[name], device=machine, torch=str(torch.__version__), **line)
+        results.add(kept)
+        medians = {how: f"{quartiles['median']:.3g} ms" for how, quartiles in kept["milliseconds"].items()}
+        say(f"{name:11} {medians} {kept['errors'] or ''}")
+
+
+def step_of(task: Task, contestant: Contestant, settings: Settings, data: Data, graph: bool) -> Callable[[], object]:
+    """Returns a training step on the first batch."""
+    run = Run(task, contestant, settings, data, seed=0, steps=task.steps(len(data.train_inputs)), graph=graph)
+    return run.same_step(SLOWED)

@@ -1,0 +1,140 @@
+"""`consequent race`: the method beside today's optimisers, each with the same number of trials."""
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import tyro
+
+if TYPE_CHECKING:  # The command line reads this file for its options; torch and optuna are imported when needed.
+    from rich.console import Console
+
+    from consequent_lab.race.running import Conditions
+
+SETS = ("cifar10", "cifar100", "fashion-mnist", "pictures", "tables", "sources")
+
+
+@dataclass(frozen=True)
+class Race:
+    """Race optimisers on a task: a search for each with the same number of trials, then finals with other seeds.
+
+    Every result is written to the output folder as it comes; the same command goes on where the last one was stopped.
+    """
+
+    words: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Tasks (none: they are listed); or "times" and tasks: how long a step takes, to be run alone; or "table" and
+    tasks; or "data" and sets (cifar10, cifar100, fashion-mnist, pictures, tables, sources): writes files to carry."""
+    contestants: str = ""
+    """Only these, separated by commas (default: all of the task)."""
+    trials: int = 12
+    """Of every contestant's search."""
+    seeds: int = 5
+    """Finals of every contestant."""
+    epochs: int | None = None
+    """Of a run, if others than the task's; the results then have a name of their own."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to train."""
+    workers: int = 1
+    """Runs side by side, a process each; step times are measured by "times" alone."""
+    data: Path | None = None
+    """The folder (or file) with .npz files of "data", or with official layouts."""
+    output: Path = Path("results/race")
+    """Where results are kept, or the files of "data" are written."""
+    minutes: float | None = None
+    """Stop after so long, cleanly."""
+    eager: bool = False
+    """No CUDA graphs in training."""
+    tiny: bool = False
+    """Tiny forms of the tasks, which only show that everything runs."""
+    images: tuple[int, int] = (16_000, 4_000)
+    """Training and test images that "data" writes."""
+
+    def __post_init__(self) -> None:
+        for name in ("trials", "seeds", "workers", "epochs", "minutes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"--{name} must be positive, got {value}")
+
+    def run(self) -> None:
+        """Runs what is asked for."""
+        from consequent_lab.race.tasks import TASKS
+        from consequent_lab.screen import console
+
+        screen = console()
+        stage, names = "race", self.words
+        if names and names[0] in ("times", "table", "data"):
+            stage, names = names[0], names[1:]
+        if stage == "data":
+            self._write_data(names or SETS, screen)
+            return
+        if not names:
+            for task in TASKS.values():
+                screen.print(f"{task.name:26} {task.title}")
+            return
+        deadline = None if self.minutes is None else time.time() + 60 * self.minutes
+        for name in names:
+            self._run_task(stage, name, deadline, screen)
+
+    def _run_task(self, stage: str, name: str, deadline: float | None, screen: "Console") -> None:
+        from consequent_lab.race.contestants import contestant_named
+        from consequent_lab.race.results import Results
+        from consequent_lab.race.table import markdown_table, terminal_table
+        from consequent_lab.race.tasks import task_named
+
+        conditions = self._conditions(name, deadline)
+        task = conditions.the_task()
+        wanted = [word.strip() for word in self.contestants.split(",") if word.strip()]
+        names = [contestant_named(word).name for word in wanted] or list(task.contestants)
+        results = Results.of(task, self.output)
+        say = partial(screen.print, soft_wrap=True)
+        if stage == "race":
+            from consequent_lab.race.running import race
+
+            base = task.settings_from
+            searched = (
+                results
+                if base is None
+                else Results.of(task_named(base.removesuffix("-tiny"), tiny=self.tiny), self.output)
+            )
+            say(f"{task.name}: {task.title}")
+            is_whole = race(conditions, names, self.seeds, self.workers, results, searched, say)
+            say("All is done." if is_whole else "Something is left: the same command goes on with it.")
+        elif stage == "times":
+            from consequent_lab.race.times import times
+
+            times(conditions, names, results, say)
+        screen.print(terminal_table(results))
+        self.output.mkdir(parents=True, exist_ok=True)
+        (self.output / f"{task.name}.md").write_text(markdown_table(results))
+
+    def _conditions(self, name: str, deadline: float | None) -> "Conditions":
+        from consequent_lab.race.running import Conditions
+
+        return Conditions(
+            task=name,
+            tiny=self.tiny,
+            epochs=self.epochs,
+            place=self.data,
+            device=self.device,
+            graph=not self.eager,
+            trials=self.trials,
+            deadline=deadline,
+        )
+
+    def _write_data(self, names: tuple[str, ...], screen: "Console") -> None:
+        from consequent_lab.race.files import write_arrays, write_images
+        from consequent_lab.race.sources import arrays_of
+
+        for name in names:
+            if name not in SETS:
+                raise ValueError(f"there is no set {name!r}; there are {', '.join(SETS)}")
+            arrays = arrays_of(name, self.data)
+            if "train_x" in arrays:
+                paths = write_images(self.output, name, arrays, *self.images)
+            else:
+                paths = [self.output / f"{name}.npz"]
+                write_arrays(paths[0], arrays)
+            for path in paths:
+                screen.print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")

@@ -1,0 +1,136 @@
+import json
+import time
+
+import pytest
+
+from consequent_lab.race.contestants import CONTESTANTS
+from consequent_lab.race.curves import Point
+from consequent_lab.race.files import read_arrays, write_arrays
+from consequent_lab.race.measures import Best, Final, TimeTo
+from consequent_lab.race.results import Results
+from consequent_lab.race.running import Conditions, race, search
+from consequent_lab.race.table import markdown_table, rows
+from consequent_lab.race.tasks import TASKS, task_named
+
+CONDITIONS = Conditions("mlp-cifar10-b32", tiny=True, trials=8)
+TASK = CONDITIONS.the_task()
+
+
+def forgetting_time(lines):
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def run_race(folder, names=("SGD", "C-SGD"), conditions=CONDITIONS, seeds=2):
+    results = Results.of(TASK, folder)
+    said = []
+    is_whole = race(conditions, list(names), seeds, 1, results, results, said.append)
+    return results, is_whole, said
+
+
+def test_a_search_goes_on_as_if_it_had_not_been_stopped():
+    whole, parts = [], []
+    search(whole.append, CONDITIONS, "C-SGD", [])
+    assert len(whole) == 8
+    parts += whole[:3]
+    search(parts.append, CONDITIONS, "C-SGD", [json.loads(json.dumps(line)) for line in parts])
+    assert forgetting_time(parts) == forgetting_time(whole)
+
+
+def test_a_search_begins_where_one_would_and_gives_up_on_some():
+    lines = []
+    outcome = search(lines.append, CONDITIONS, "C-SGD", [])
+    assert lines[0]["settings"] == {"lr": 0.1, "relative_damping": 0.1}
+    assert {line["state"] for line in lines} == {"complete", "pruned"}
+    complete = [line for line in lines if line["state"] == "complete"]
+    assert outcome.settings == min(complete, key=lambda line: line["score"])["settings"]
+    for knob in CONTESTANTS["C-SGD"].knobs:
+        assert all(knob.low <= line["settings"][knob.name] <= knob.high for line in lines)
+
+
+def test_a_race_that_is_whole_is_not_run_again(tmp_path):
+    results, is_whole, said = run_race(tmp_path)
+    assert is_whole
+    assert len(said) == 2 * (8 + 2)
+    again, is_whole, said = run_race(tmp_path)
+    assert is_whole
+    assert not said
+    assert again.lines == results.lines
+
+
+def test_a_line_that_was_cut_off_is_run_again(tmp_path):
+    results, _, _ = run_race(tmp_path)
+    text = results.path.read_text()
+    results.path.write_text(text[:-40])
+    again, _, said = run_race(tmp_path)
+    assert len(said) == 1
+    assert forgetting_time(again.lines) == forgetting_time(results.lines)
+    assert forgetting_time(Results.of(TASK, tmp_path).lines) == forgetting_time(results.lines)
+
+
+def test_a_race_ends_when_the_time_is_over(tmp_path):
+    over = Conditions("mlp-cifar10-b32", tiny=True, trials=8, deadline=time.time() - 1)
+    results, is_whole, _ = run_race(tmp_path, conditions=over)
+    assert not is_whole
+    assert not results.lines
+
+
+def test_results_of_another_recipe_are_refused(tmp_path):
+    results, _, _ = run_race(tmp_path, names=("SGD",))
+    line = {**results.lines[0], "recipe": {**TASK.recipe(), "epochs": 99}}
+    results.path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match="another recipe"):
+        Results.of(TASK, tmp_path)
+
+
+def test_the_table_is_made_from_the_lines(tmp_path):
+    results, _, _ = run_race(tmp_path)
+    table = markdown_table(results)
+    assert "| SGD |" in table
+    assert "| C-SGD |" in table
+    scores = {
+        name: sorted(line["curve"]["train_loss"][-1] for line in results.finals(name))[1] for name in ("SGD", "C-SGD")
+    }
+    assert [row.contestant for row in rows(results)] == sorted(scores, key=scores.get)
+
+
+def test_finals_alone_take_the_settings_of_another_search(tmp_path):
+    run_race(tmp_path, names=("SGD",))
+    conditions = Conditions("mlp-fashion-mnist-b32", tiny=True)
+    results, searched = Results.of(conditions.the_task(), tmp_path), Results.of(TASK, tmp_path)
+    assert race(conditions, ["SGD"], 2, 1, results, searched, lambda text: None)
+    assert [line["kind"] for line in results.lines] == ["final", "final"]
+    assert results.lines[0]["settings"] == searched.best("SGD")["settings"]
+
+
+def test_images_come_back_as_they_were(tmp_path):
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    arrays = {
+        "colour": generator.integers(0, 256, (1001, 3, 8, 8), dtype=np.uint8),
+        "grey": generator.integers(0, 256, (1001, 1, 8, 8), dtype=np.uint8),
+        "labels": generator.integers(0, 10, 1001),
+    }
+    write_arrays(tmp_path / "set.npz", arrays)
+    read = read_arrays([tmp_path / "set.npz"])
+    assert read.keys() == arrays.keys()
+    assert all(np.array_equal(read[name], arrays[name]) for name in arrays)
+
+
+def test_scores_are_lower_the_better():
+    curve = [Point(0, {"x": 1.0}), Point(5, {"x": 3.0}), Point(10, {"x": 2.0})]
+    assert Final("x", rising=True).score(curve, 10) == -2
+    assert Best("x", rising=True).score(curve, 10) == -3
+    assert TimeTo("x", 3.0, rising=True).score(curve, 10) == 0.5
+    assert TimeTo("x", 4.0, rising=True).score(curve, 10) == 1 + 2
+    assert TimeTo("x", 4.0).score([Point(0, {"x": float("nan")})], 10) == 1e9
+
+
+def test_every_task_has_a_tiny_form_and_known_contestants():
+    samples = {"siren": 2048, "fourier": 2048}
+    for name, task in TASKS.items():
+        assert set(task.contestants) <= set(CONTESTANTS)
+        assert task.settings_from is None or task.settings_from in TASKS
+        assert task_named(name, tiny=True).steps(samples.get(name.split("-")[0], 64)) == 8
+    with pytest.raises(ValueError, match="there is no task"):
+        task_named("mlp")

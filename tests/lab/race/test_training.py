@@ -1,0 +1,128 @@
+import pytest
+import torch
+from torch import nn
+
+from consequent_lab.race.contestants import CONTESTANTS, FlatMuon, contestant_named, cosine
+from consequent_lab.race.curves import Point
+from consequent_lab.race.sources import crop_and_flip
+from consequent_lab.race.task import Data
+from consequent_lab.race.tasks import TASKS, task_named
+from consequent_lab.race.training import Run, curve_of, first_model
+
+MLP = task_named("mlp-cifar10-b32", tiny=True)
+
+
+def starts(name, task=MLP):
+    return {knob.name: knob.start for knob in contestant_named(name).space(task)}
+
+
+def curve(name, *, task=MLP, seed=0, graph=False, device="cpu", steps=8):
+    data = task.load(None, seed).to(device)
+    return curve_of(task, contestant_named(name), starts(name, task), data, seed, steps, graph, lambda curve: False)
+
+
+def test_training_is_what_one_would_write_by_hand():
+    data = MLP.load(None, 0)
+    points, _ = curve("SGD", seed=3)
+    model = first_model(MLP, "", 3)
+    run = Run(MLP, CONTESTANTS["SGD"], starts("SGD"), data, 3, 8, False)
+    for step in range(8):
+        rate = starts("SGD")["lr"] * cosine(0 if step < 4 else 4, 8)
+        batch = run._batch(step)
+        loss = nn.functional.cross_entropy(model(data.train_inputs[batch]), data.train_targets[batch])
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= rate * gradient
+    expected = MLP.evaluate(model, data)["train_loss"].item()
+    assert [point.step for point in points] == [0, 4, 8]
+    assert points[-1].metrics["train_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_epoch_has_every_sample_once_and_another_order_than_the_next():
+    run = Run(MLP, CONTESTANTS["SGD"], starts("SGD"), MLP.load(None, 0), 0, 8, False)
+    first, second = (torch.cat([run._batch(step) for step in steps]) for steps in (range(4), range(4, 8)))
+    assert first.sort().values.tolist() == second.sort().values.tolist() == list(range(64))
+    assert not torch.equal(first, second)
+
+
+def test_all_contestants_have_the_same_first_weights_and_batches():
+    begun = {name: curve(name)[0][0] for name in ("SGD", "Muon", "C-Adam")}
+    assert begun["SGD"] == begun["Muon"] == begun["C-Adam"]
+    assert begun["SGD"] != curve("SGD", seed=1)[0][0]
+
+
+def test_a_run_that_diverges_ends():
+    settings = {"lr": 1e9}
+    points, _ = curve_of(MLP, CONTESTANTS["SGD"], settings, MLP.load(None, 0), 0, 8, False, lambda curve: False)
+    assert not points[-1].metrics["train_loss"] < 1e4
+    assert MLP.measure.score(points, 8) >= 1e4
+
+
+def test_muon_takes_kernels_as_matrices():
+    torch.manual_seed(0)
+    kernel = nn.Parameter(torch.randn(6, 3, 2, 2))
+    matrix = nn.Parameter(kernel.detach().flatten(1).clone())
+    ours, torchs = FlatMuon([kernel], lr=0.1), torch.optim.Muon([matrix], lr=0.1)
+    for _ in range(3):
+        kernel.grad = torch.randn(6, 3, 2, 2)
+        matrix.grad = kernel.grad.flatten(1)
+        ours.step()
+        torchs.step()
+    assert torch.equal(kernel.flatten(1), matrix)
+
+
+def test_muon_has_the_hidden_layers_and_adamw_the_others():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(4, 3), nn.Linear(3, 2))
+    muon, adamw = contestant_named("muon").make(model, starts("Muon"), MLP, False).parts
+    assert [tuple(weight.shape) for group in muon.param_groups for weight in group["params"]] == [(4, 36), (3, 4)]
+    owned = {parameter for group in adamw.param_groups for parameter in group["params"]}
+    assert owned == set(model.parameters()) - {model[1].weight, model[3].weight}
+
+
+def test_augmented_images_are_windows_of_padded_ones():
+    images = torch.arange(2.0 * 3 * 5 * 5).view(2, 3, 5, 5) + 1
+    moved = crop_and_flip(images.repeat(40, 1, 1, 1), torch.Generator().manual_seed(0), padding=2)
+    windows = set()
+    for number, image in enumerate(moved):
+        padded = nn.functional.pad(images[number % 2], (2, 2, 2, 2))
+        places = [
+            (down, right, flipped)
+            for down in range(5)
+            for right in range(5)
+            for flipped in (False, True)
+            if torch.equal(
+                image, (lambda x, f: x.flip(2) if f else x)(padded[:, down : down + 5, right : right + 5], flipped)
+            )
+        ]
+        assert places, f"image {number} is no window"
+        windows.update(places)
+    assert len(windows) > 20  # and not always the same
+
+
+def test_a_search_does_not_see_the_test_data():
+    data = Data(torch.arange(20), torch.arange(20), torch.arange(100, 110), torch.arange(100, 110))
+    split = data.with_validation()
+    assert split.train_inputs.tolist() == list(range(18))
+    assert split.test_inputs.tolist() == [18, 19]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["mlp-cifar10-b32", "resnet20-cifar10", "resnet20-cifar10-train", "siren-128-china"])
+def test_everybody_runs(task):
+    for name in TASKS[task].contestants:
+        points, _ = curve(name, task=task_named(task, tiny=True))
+        assert [point.step for point in points] == [0, 4, 8], name
+        assert isinstance(points[-1], Point)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", [name for name, contestant in CONTESTANTS.items() if contestant.graphs])
+def test_a_captured_run_learns_what_an_eager_one_does(name):
+    task = task_named("resnet20-cifar10-train" if name.endswith("BN") else "mlp-cifar10-b32", tiny=True)
+    eager, _ = curve(name, task=task, device="cuda", steps=40)
+    graphed, is_graphed = curve(name, task=task, device="cuda", graph=True, steps=40)
+    assert is_graphed
+    for one, other in zip(eager, graphed, strict=True):
+        assert one.metrics["train_loss"] == pytest.approx(other.metrics["train_loss"], rel=0.02)
