@@ -337,6 +337,7 @@ def test_the_outputs_of_a_mini_batch(shared):
 @pytest.mark.usefixtures("bounded")
 def test_the_network_on_the_page_trains_as_in_the_library(opened):
     page = opened()
+    turn(page, rate=0, share=1)
     begun = page.evaluate("""() => {
         const { seed, depth, set } = playground.state, { uniform } = consequent.randomNumbers(seed + 1);
         const { inputs, labels, nets } = playground.training();
@@ -345,12 +346,14 @@ def test_the_network_on_the_page_trains_as_in_the_library(opened):
         playground.measure();
         const { plain, corrected } = playground.training().nets;
         return { inputs: consequent.rowsOf(inputs), labels, first, order: consequent.shuffled(labels.length, uniform),
-                 losses: [plain.loss, corrected.loss], right: [plain.right, corrected.right] };
+                 losses: [plain.loss, corrected.loss], shortened: corrected.shortened,
+                 right: [plain.right, corrected.right] };
     }""")
+    assert begun["shortened"] > 0
     chosen = state_of(page)
     inputs, labels = torch.tensor(begun["inputs"], dtype=torch.float64), torch.tensor(begun["labels"])
     order = torch.tensor(begun["order"])[: 25 * chosen["batch"]].split(chosen["batch"])
-    for place, rate in enumerate((0.1, 0.3)):
+    for place, rate in enumerate((0.1, 1.0)):
         model = make_network([2, *[16] * chosen["depth"], 2])
         layers = [layer for layer in model if isinstance(layer, nn.Linear)]
         for layer, matrix in zip(layers, begun["first"], strict=True):
@@ -408,6 +411,7 @@ def test_the_keyboard_turns_every_dial_and_the_pictures_follow(opened):
         "batch": {"surface"} | batch,
         "correlation": {"surface", "regions-plain", "regions-corrected", "losses"} | batch,
     }
+    notes = [text_of(page, "note")]
     for name, expected in follows.items():
         dial = page.locator(f"#{name}")
         before, told = pictures(page), text_of(page, f"{name}-shown")
@@ -417,6 +421,8 @@ def test_the_keyboard_turns_every_dial_and_the_pictures_follow(opened):
         assert changed(before, pictures(page)) == expected, name
         assert text_of(page, f"{name}-shown") != told
         assert dial.get_attribute("aria-valuetext") == text_of(page, f"{name}-shown")
+        notes.append(text_of(page, "note"))
+    assert len(set(notes)) == 5, "each dial says what it means"
 
 
 def test_everything_has_a_name(shared):
