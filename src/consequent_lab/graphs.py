@@ -45,11 +45,11 @@ class GraphedStep:
         warm_up: int = WARM_UP_STEPS,
     ) -> None:
         _check(model, optimizer, batch)
-        self._buffers = tuple(tensor.clone() for tensor in batch)  # keeps the memory format
+        buffers = self._buffers = tuple(tensor.clone() for tensor in batch)  # keeps the memory format
 
-        def step() -> Tensor:
+        def step() -> Tensor:  # which does not hold this object, so that its memory is given back when it is dropped
             optimizer.zero_grad(set_to_none=True)  # the gradients then live in the graph's own memory
-            loss = compute_loss(model, *self._buffers)
+            loss = compute_loss(model, *buffers)
             loss.backward()
             optimizer.step()
             return loss.detach()

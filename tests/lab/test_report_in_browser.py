@@ -1,21 +1,14 @@
 """The report's page in a real headless Chromium, opened from disk as a reader would."""
 
-import os
-import shutil
-
 import pytest
+from chromium import launched, needs_chromium, opener, playwright
 from sample_findings import HOSTILE, findings
 
 from consequent_lab.report.check import checked
 from consequent_lab.report.page import page as make_page
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytestmark = needs_chromium
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: install chromium to test the page in it")
-
-# Nothing but the page: a browser that is looked at by its own maker's services would be the only one to use a network.
-OPTIONS = ["--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
 DESKTOP = {"viewport": {"width": 1400, "height": 900}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 POINTS = 30
@@ -31,32 +24,13 @@ def address(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    as_root = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=CHROMIUM, args=[*OPTIONS, *as_root])
+    with launched() as chromium:
         yield chromium
-        chromium.close()
 
 
 @pytest.fixture(scope="module")
 def opening(browser, address):
-    """Returns how to open the page, and a check that it has complained of nothing and asked for nothing but itself."""
-    complaints, requests = [], []
-
-    def open_page(**options):
-        page = browser.new_context(**options).new_page()
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("dialog", lambda dialog: complaints.append(dialog.message))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(address)
-        return page
-
-    def check():
-        assert complaints == []
-        assert {url for url in requests if not url.startswith("data:")} == {address}
-
-    return open_page, check
+    return opener(browser, address)
 
 
 @pytest.fixture

@@ -257,7 +257,7 @@ CONTESTANTS = {
         Contestant("Nesterov", as_it_is(nesterov), (lr(0.01),)),
         Contestant("Adam", as_it_is(adam), (lr(3e-4),), decay=Knob("decay", 1e-6, 1e-3, 1e-5)),
         Contestant("AdamW", as_it_is(adamw), (lr(3e-4),)),
-        Contestant("Muon", as_it_is(muon), (lr(2e-3), Knob("other_lr", 3e-5, 1e-2, 3e-4))),
+        Contestant("Muon", as_it_is(muon), (lr(2e-3), Knob("other_lr", 3e-5, 1e-2, 3e-4)), graphs=False),
         Contestant("SOAP", as_it_is(soap), (lr(1e-3),), graphs=False),
         Contestant("Shampoo", as_it_is(shampoo), (lr(0.01),), graphs=False),
         Contestant("K-FAC", as_it_is(kfac), (lr(3e-3), Knob("damping", 1e-4, 1e-1, 1e-3)), graphs=False),
@@ -273,7 +273,9 @@ CONTESTANTS = {
         Contestant("C-AdamW", corrected(adamw), (lr(3e-4), RELATIVE_DAMPING)),
         Contestant("Nesterov-BN", as_it_is(nesterov), (lr(0.1),), variant="BN"),
         Contestant("AdamW-BN", as_it_is(adamw), (lr(1e-3),), variant="BN"),
-        Contestant("Muon-BN", as_it_is(muon), (lr(0.02), Knob("other_lr", 3e-5, 1e-2, 1e-3)), variant="BN"),
+        Contestant(
+            "Muon-BN", as_it_is(muon), (lr(0.02), Knob("other_lr", 3e-5, 1e-2, 1e-3)), variant="BN", graphs=False
+        ),
     )
 }
 
