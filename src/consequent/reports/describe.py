@@ -33,8 +33,8 @@ def describe(
         source: where that comes from.
     """
     reduction = named(correction.loss_reduction)
-    optimizer = correction.optimizer
-    where = "not attached" if optimizer is None else f"attached to {type(optimizer).__name__}"
+    names = " and ".join(type(optimizer).__name__ for optimizer in correction.optimizers)
+    where = f"attached to {names}" if names else "not attached"
     if groups.lost_its_optimizer:
         where = "its optimiser was thrown away"
     try:
@@ -100,6 +100,8 @@ def _bound_in_words(correction: "Consequentialism") -> str:
     optimizer = correction.optimizer
     if correction.at == "backward":
         return 'off with at="backward", where the step is not known yet'
+    if len(correction.optimizers) > 1:
+        return "off with several optimisers: when the first of them steps, what the others will apply is not known"
     if optimizer is not None and not isinstance(optimizer, SGD):
         return f"off, as it is for SGD alone: steps of {type(optimizer).__name__} may have a length of their own"
     trained = [layer for layer in correction.corrected.values() if any(p.requires_grad for p in layer.parameters())]
