@@ -332,7 +332,7 @@ class Consequentialism:
             )
         if len(optimizers) == 1:
             return mine
-        refuse_parameters_in_two({self._capture.names[layer]: its for layer, its in layers.items()}, optimizers)
+        self._refuse_parameters_in_two(optimizers)
         if self.keeps_foresight:
             raise ValueError(
                 f"foresight=True looks at what one optimiser's step does, and {_names_of(optimizers)} make a step "
@@ -347,6 +347,10 @@ class Consequentialism:
                     'at="backward".'
                 )
         return mine
+
+    def _refuse_parameters_in_two(self, optimizers: Sequence[Optimizer]) -> None:
+        by_name = {self._capture.names[layer]: its for layer, its in self._parameters_by_layer().items()}
+        refuse_parameters_in_two(by_name, optimizers)
 
     def _refuse_others_on(self, optimizers: Sequence[Optimizer], mine: set[Tensor]) -> None:
         """Raise if another correction would correct the same gradients, or a part of the same layers.
@@ -754,7 +758,8 @@ class Consequentialism:
                 raise
 
     def _refuse_layers_split_since(self) -> None:
-        """A group was added: weight and bias of a layer may lie in two corrections' optimisers now."""
+        """A group was added: weight and bias of a layer may lie in two corrections' optimisers now, or one in both."""
+        self._refuse_parameters_in_two(self.optimizers)
         for other in _LIVE:
             if other is not self and other._capture.is_installed and other.optimizers and self.optimizers:
                 refuse_split_layers(self._held_by_layer(), other._held_by_layer(), self._capture.names)

@@ -73,14 +73,16 @@ class Groups:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def read_again(self) -> bool:
-        """Look at the groups anew; whether they hold other parameters than before."""
+        """Look at the groups anew; whether the optimisers hold other parameters than before."""
         groups = self.param_groups()
         if len(groups) == len(self._seen) and all(map(_is_as_seen, groups, self._seen)):
             return False
         self._seen = [(group, list(group["params"])) for group in groups]
-        known, self._group_of = self._group_of, {p: group for group in groups for p in group["params"]}
-        self._optimizer_of = {p: held for held in self._optimizers for p in parameters_of(held())}
-        return known.keys() != self._group_of.keys()
+        self._group_of = {p: group for group in groups for p in group["params"]}
+        before, self._optimizer_of = self._optimizer_of, {}
+        for held in self._optimizers:
+            self._optimizer_of |= dict.fromkeys(parameters_of(held()), held)
+        return before != self._optimizer_of
 
     def forget(self) -> None:
         """Be as if the groups had never been read."""

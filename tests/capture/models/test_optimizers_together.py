@@ -480,6 +480,16 @@ def test_split_by_a_group_that_is_added_later(at):
         step_once(model, inputs(3), head)
 
 
+def test_a_parameter_that_is_added_to_a_second_one_later():
+    model = make_model()
+    first, second = two_optimizers(model)
+    consequent.attach([first, second], model)
+    second.add_param_group({"params": [model[3].weight]})
+    for _ in range(2):
+        with pytest.raises(ValueError, match="layer '3': SGD and SGD both hold"):
+            model(inputs(3))
+
+
 @pytest.mark.parametrize("at", MODES)
 @pytest.mark.parametrize(("place", "held"), [(0, "weight and not its bias"), (1, "bias and not its weight")])
 def test_one_half_of_a_layer_is_warned_of(place, held, at):
