@@ -31,6 +31,12 @@ def losses_of(name, capsys):
     return [float(x) for x in re.findall(r"training loss ([\d.]+)", run(name, capsys))]
 
 
+def test_without_batchnorm(capsys):
+    out = run("without_batchnorm", capsys)
+    last = re.findall(r"test accuracy ([\d.]+)%, of the averaged weights ([\d.]+)%", out)[-1]
+    assert min(map(float, last)) > 92
+
+
 def test_with_muon(capsys):
     losses = losses_of("with_muon", capsys)
     assert losses[-1] < 0.1 < losses[0]
