@@ -59,6 +59,7 @@ from consequent.reports.guards import (
     checked_optimizers,
     refuse_parameters_in_two,
     refuse_split_layers,
+    refuse_step_in_backward,
     refuse_uncaptured,
 )
 from consequent.reports.reports import Reports
@@ -449,6 +450,7 @@ class Consequentialism:
         self._notice_new_parameters()
         if self.at == "backward":
             return
+        refuse_step_in_backward(self._at_step)
         if self._rewriter.has_work(self._other_captures()):
             must_skip = not self._correct(bounded=True)
         else:

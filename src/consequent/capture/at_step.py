@@ -1,6 +1,6 @@
 """``at="step"``: what backward passes say is recorded until the optimiser's step, for all micro-batches together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,7 @@ class StepCorrector:
         damping_of: Callable[[Tensor], Damping],
         averages: Averages,
         largest_block_of: Callable[[Tensor], int | None],
-        are_apart: Callable[[Sequence[Tensor]], bool],
+        are_apart: Callable[[Iterable[Tensor]], bool],
         *,
         keep_rows: bool,
     ) -> None:
@@ -190,12 +190,17 @@ class StepCorrector:
         else:
             self._mark_gradients(backward_pass)
 
+    @property
+    def is_in_a_pass(self) -> bool:
+        """Whether a backward pass through the layers is under way here, so that gradients are still to come."""
+        return bool(self._running) and backward_pass_id() in self._running
+
     def _mark_gradients(self, backward_pass: int) -> None:
         self._ahead.join()
         records = self._running.pop(backward_pass, {})
         for record in records:
             record.mark_accumulated()
-        note_sizes([record for record in records if self._are_apart(record.members)])
+        note_sizes(record for record in records if self._are_apart(p for p, _ in record.accumulated))
 
     # ---- between passes ---------------------------------------------------------------------------------------------
 

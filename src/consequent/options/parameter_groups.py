@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 from typing import Any
 
@@ -101,7 +101,7 @@ class Groups:
         """Whether an optimiser holds the parameter."""
         return not self._optimizers or parameter in self._group_of
 
-    def are_apart(self, parameters: Sequence[Tensor]) -> bool:
+    def are_apart(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the parameters lie in more than one optimiser."""
         return self.are_several and len({id(self._optimizer_of.get(p)) for p in parameters}) > 1
 

@@ -114,6 +114,15 @@ def refuse_corrected_before(records: Iterable[Record], capture: Capture, others:
             )
 
 
+def refuse_step_in_backward(corrector: StepCorrector) -> None:
+    """Raise if an optimiser steps while a backward pass is under way: not all gradients are there."""
+    if corrector.is_in_a_pass:
+        raise RuntimeError(
+            "an optimiser stepped in the midst of a backward pass (in a gradient hook?), whose gradients are corrected "
+            'together once all of them are there. Attach with at="backward", or step after backward().'
+        )
+
+
 def refuse_capture_before_first_step(steps: int) -> None:
     """Raise if a CUDA graph is being captured before the first step, which compiles kernels."""
     if graph_is_being_captured() and steps == 0:

@@ -307,6 +307,32 @@ def test_corrected_by_hand_and_clipped():
     check_same(model, twin)
 
 
+@pytest.mark.parametrize("at", MODES)
+def test_an_optimizer_for_each_parameter_that_steps_in_the_backward_pass(at):
+    """torch's recipe to save memory; at the step there is no joint correction of what is not there yet."""
+    model = make_model()
+    twin = twin_of(model)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    consequent.attach(list(optimizers.values()), model, at=at)
+
+    def step(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    loss = half_squares(model(inputs(4)))
+    if at == "step":
+        with pytest.raises(RuntimeError, match=r'midst of a backward pass.*at="backward"'):
+            loss.backward()
+        check_same(model, twin, rtol=0, atol=0)
+        return
+    loss.backward()
+    expected_backward(twin, lambda m: half_squares(m(inputs(4))), 4)
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    check_same(model, twin)
+
+
 # ---- gradients that were scaled by different numbers ----------------------------------------------------------------
 
 
