@@ -70,7 +70,10 @@ def describe(
             "features": f"solved on the feature side, {columns} × {columns}",
             "blocks": "solved on the feature side, in blocks",
         }.get(sides.get(name, ""), "side chosen at the first step")
-        lines.append(line(name, f"{layer_type}, {columns} input columns, {side}"))
+        parts = {"weight": layer.weight, "bias": getattr(layer, "bias", None)}
+        missing = [part for part, p in parts.items() if p is not None and p.requires_grad and not groups.owns(p)]
+        without = f"; its {missing[0]} is in none of the optimisers" if missing else ""
+        lines.append(line(name, f"{layer_type}, {columns} input columns, {side}{without}"))
     lines.append(f"  plain ({len(plain)}):")
     lines += [line(name, reason) for name, reason in plain.items()]
     if any(getattr(layer, "bias", None) is not None for layer in corrected.values()):

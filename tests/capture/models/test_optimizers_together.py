@@ -362,6 +362,30 @@ def test_a_scaler_that_unscales_one_after_the_other(samples, order, unscaled, at
     assert correction.counters.edited == 0
 
 
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("samples", [50, 400])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)], ids=str)
+def test_a_scaler_with_rounded_gradients(dtype, tolerance, samples, waits, monkeypatch):
+    """What one optimiser would do with all parameters; also as on a GPU, where nobody looks at the numbers."""
+    if not waits:
+        monkeypatch.setattr("consequent.capture.separate_scales.answers_at_once", lambda tensor: False)
+    torch.manual_seed(0)
+    model = nn.Linear(300, 100, dtype=dtype)
+    twin = twin_of(model)
+    optimizers, single = two_optimizers(model, lrs=(0.1, 0.1)), one_optimizer(twin, lrs=(0.1, 0.1))
+    for optimizer, m in ((optimizers, model), (single, twin)):
+        consequent.attach(optimizer, m)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16 / 3)
+    x = torch.randn(samples, 300, dtype=dtype)
+    scaler.scale(half_squares(model(x))).backward()
+    half_squares(twin(x)).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    single.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (p.grad - q.grad).norm() <= tolerance * q.grad.norm()
+
+
 @pytest.mark.parametrize("fused", [(True, False), (False, True), (True, True)])
 def test_a_scaler_with_fused_optimizers(fused):
     model = make_model()
@@ -521,7 +545,8 @@ def test_a_parameter_that_is_added_to_a_second_one_later():
 def test_one_half_of_a_layer_is_warned_of(place, held, at):
     model = make_model()
     optimizer = two_optimizers(model)[place]
-    consequent.attach(optimizer, model, at=at)
+    correction = consequent.attach(optimizer, model, at=at)
+    assert f"; its {held.split()[-1]} is in none of the optimisers" in repr(correction)
     with pytest.warns(consequent.ConsequentWarning, match=f"layer '0': SGD holds its {held}"):
         step_once(model, inputs(3), optimizer)
 
