@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD
@@ -70,7 +70,7 @@ def describe(
             "features": f"solved on the feature side, {columns} × {columns}",
             "blocks": "solved on the feature side, in blocks",
         }.get(sides.get(name, ""), "side chosen at the first step")
-        parts = {"weight": layer.weight, "bias": getattr(layer, "bias", None)}
+        parts: dict[str, Any] = {"weight": layer.weight, "bias": getattr(layer, "bias", None)}
         missing = [part for part, p in parts.items() if p is not None and p.requires_grad and not groups.owns(p)]
         without = f"; its {missing[0]} is in none of the optimisers" if missing else ""
         lines.append(line(name, f"{layer_type}, {columns} input columns, {side}{without}"))
