@@ -27,6 +27,33 @@ def test_convolutions(capsys):
     assert accuracies[-1] > 95
 
 
+def losses_of(name, capsys):
+    return [float(x) for x in re.findall(r"training loss ([\d.]+)", run(name, capsys))]
+
+
+def test_without_batchnorm(capsys):
+    out = run("without_batchnorm", capsys)
+    last = re.findall(r"test accuracy ([\d.]+)%, of the averaged weights ([\d.]+)%", out)[-1]
+    assert min(map(float, last)) > 92
+
+
+def test_with_muon(capsys):
+    losses = losses_of("with_muon", capsys)
+    assert losses[-1] < 0.1 < losses[0]
+
+
+def test_with_soap(capsys):
+    pytest.importorskip("pytorch_optimizer")
+    losses = losses_of("with_soap", capsys)
+    assert losses[-1] < 0.1 < losses[0]
+
+
+def test_with_lion(capsys):
+    pytest.importorskip("pytorch_optimizer")
+    losses = losses_of("with_lion", capsys)
+    assert losses[-1] < 0.1 < losses[0]
+
+
 def test_foresight(capsys):
     rows = re.findall(r"^(\d)\s+([\d.]+)\s+([\d.-]+)\s+[\d.-]+\s+([\d.-]+)$", run("foresight", capsys), re.M)
     assert len(rows) == 3

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from consequent.capture.at_backward import BackwardCorrector, Gathered
 from consequent.capture.at_step import StepCorrector
 from consequent.capture.capture import Capture, Corrector
+from consequent.capture.separate_scales import in_one_unit
 from consequent.capture.torch_internals import backward_pass_id
 from consequent.capture.use import Entry, Use
 from consequent.engines.gpu.after_pass import AfterPass
@@ -30,7 +31,7 @@ from consequent.maths.damping import DEFAULT, Damping
 from consequent.maths.precision import in_full_precision
 from consequent.options.arguments import refusing_unknown
 from consequent.options.loss_divisor import LossDivisor, named, sum_over_ranks
-from consequent.options.parameter_groups import Groups, damping_in, largest_block_in
+from consequent.options.parameter_groups import Groups, damping_in, largest_block_in, parameters_of
 from consequent.options.selection import Patterns, listed, readable_name, select_layers
 from consequent.options.settings import (
     LossReduction,
@@ -48,12 +49,19 @@ from consequent.ranks.process_group import (
     group_of_running_wrapper,
     several_are_running,
 )
+from consequent.ranks.sharded_tensors import is_sharded
 from consequent.ranks.traffic import Traffic
 from consequent.reports.counters import Counters
 from consequent.reports.describe import describe
 from consequent.reports.doubts import doubt_about_samples
 from consequent.reports.errors import ConsequentWarning
-from consequent.reports.guards import check_optimizer, refuse_uncaptured, unwrapped
+from consequent.reports.guards import (
+    checked_optimizers,
+    refuse_parameters_in_two,
+    refuse_split_layers,
+    refuse_step_in_backward,
+    refuse_uncaptured,
+)
 from consequent.reports.reports import Reports
 from consequent.statistics.averages import Averages
 
@@ -70,7 +78,7 @@ _LIVE: "weakref.WeakSet[Consequentialism]" = weakref.WeakSet()
 
 @refusing_unknown
 def attach(
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     model: nn.Module,
     damping: float | None = None,  # λ in the paper
     *,
@@ -94,7 +102,8 @@ def attach(
     ``ΔZ (XᵀX + λI)⁻¹ Xᵀ``. :class:`Consequentialism` says more of the arguments.
 
     Args:
-        optimizer: any first-order optimiser of torch's kind.
+        optimizer: any first-order optimiser of torch's kind, or a list of those that train the model together
+            (Muon for matrices and AdamW for the rest): a layer's weight may lie in one and its bias in another.
         model: the model whose parameters it holds.
         damping: λ itself, added to the diagonal of the Gram matrix.
         relative_damping: or λ as a fraction of the inputs' mean eigenvalue at full rank.
@@ -123,7 +132,7 @@ def attach(
         True
         >>> correction.detach()  # and it is plain SGD again
     """
-    check_optimizer(optimizer)
+    checked_optimizers(optimizer)
     correction = Consequentialism(
         model,
         damping,
@@ -155,7 +164,8 @@ class Consequentialism:
     Args:
         model: the model, before or after it is wrapped or compiled (what was compiled is then compiled anew).
         damping: λ, added to the diagonal of the un-normalised Gram matrix, as in the paper. 0 is the pseudo-inverse.
-            A parameter group of the optimiser may carry its own ``"damping"`` or ``"relative_damping"``.
+            A parameter group of an optimiser may carry its own ``"damping"`` or ``"relative_damping"``; where weight
+            and bias of a layer lie in two, the weight's counts.
         relative_damping: instead of ``damping``: ρ of ``λ = ρ · trace(XXᵀ) / min(N, D)``, a fraction of the mean
             eigenvalue of the inputs at full rank, whatever their size and number. Without either it is
             :data:`consequent.maths.damping.DEFAULT`.
@@ -182,8 +192,8 @@ class Consequentialism:
         bound: by what fraction of their size one step may change a layer's outputs on its own mini-batch, so that too
             high a learning rate ends in a slow run and not in NaN. For :class:`torch.optim.SGD`, whose steps are
             proportional to the gradient, with ``at="step"``, and where more than one layer is corrected; others are
-            left alone. What it shortens is counted (``counters.bounded``). None: no bound, as in
-            the paper.
+            left alone, and so are several optimisers that are attached together. What it shortens is counted
+            (``counters.bounded``). None: no bound, as in the paper.
         check: raise on NaN, inf or a failed factorisation instead of counting it. On a GPU this waits for the device.
         foresight: keep what :meth:`foresight` needs. Costs memory and time.
         process_group: the ranks that train this model together, whose inputs are all taken into account. None: those
@@ -254,7 +264,11 @@ class Consequentialism:
         self._plain = selection.plain
         averages = Averages(averaging, refresh)
         self._at_step = StepCorrector(
-            self._groups.damping_of, averages, self._largest_block_at_step, keep_rows=foresight
+            self._groups.damping_of,
+            averages,
+            self._largest_block_at_step,
+            self._groups.are_apart,
+            keep_rows=foresight,
         )
         corrector: Corrector = self._at_step
         if at == "backward":
@@ -279,48 +293,86 @@ class Consequentialism:
 
     # ---- attaching ----------------------------------------------------------------------------------------------
 
-    def attach(self, optimizer: Optimizer) -> "Consequentialism":
-        """Correct the gradients at every ``optimizer.step()`` from now on."""
-        check_optimizer(optimizer)
-        optimizer = unwrapped(optimizer)
+    def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> "Consequentialism":
+        """Correct the gradients at every ``optimizer.step()`` from now on.
+
+        Args:
+            optimizer: an optimiser, or a list of those that train the model together. All gradients are then corrected
+                once, with ``at="step"`` when the first of them steps, and the others step with what is in ``.grad``.
+        """
+        optimizers = checked_optimizers(optimizer)
         if not self._capture.is_installed:
             raise RuntimeError("this Consequentialism was detached for good; make a new one with consequent.attach()")
         if self.optimizer is not None:
-            raise RuntimeError(f"already attached to {type(self.optimizer).__name__}; detach() first")
-        held = {p for group in optimizer.param_groups for p in group["params"]}
-        mine = self._layer_parameters() & held
-        if not mine:
-            raise ValueError(
-                f"{type(optimizer).__name__} holds no parameter of the {len(self._capture.layers)} layers to correct; "
-                "was the optimiser made for another model, or before the model's parameters were replaced?"
-            )
-        twice = [other for other in _LIVE if self._overlaps(other, optimizer, mine)]
-        if twice:
-            raise RuntimeError(
-                f"{type(twice[0].optimizer).__name__} is attached to these layers already: they would be corrected "
-                "twice. Keep the first correction, or detach() it."
-            )
-        for group in optimizer.param_groups:
+            raise RuntimeError(f"already attached to {_names_of(self.optimizers)}; detach() first")
+        mine = self._checked_layer_parameters(optimizers)
+        self._refuse_others_on(optimizers, mine)
+        for group in [group for one in optimizers for group in one.param_groups]:
             damping_in(group)  # raises now, not at the first step
             self._refuse_averaged_blocks(largest_block_in(group, self.largest_block))
         if not any(parameter.requires_grad for parameter in mine):
-            self._reports.all_frozen(type(optimizer).__name__)
+            self._reports.all_frozen(_names_of(optimizers))
         self._capture.notice_parameters(self._capture.layers)
-        self._groups.take(optimizer, when_gone=self._stop_watching)  # its hooks on the model go with it
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._groups.take(optimizers, when_gone=self._stop_watching)  # its hooks on the model go with the last of them
+        for one in optimizers:
+            self._hooks.append(one.register_step_pre_hook(self._before_step))
+            self._hooks.append(one.register_step_post_hook(self._after_step))
         return self
 
-    def _overlaps(self, other: "Consequentialism", optimizer: Optimizer, mine: set[Tensor]) -> bool:
-        """Whether another correction would correct the same gradients."""
-        is_same = other.optimizer is optimizer or (other is not self and "backward" in (self.at, other.at))
-        return (
-            is_same
-            and other._capture.is_installed
-            and bool({p for p in mine & other._layer_parameters() if other._groups.owns(p)})
-        )
+    def _checked_layer_parameters(self, optimizers: Sequence[Optimizer]) -> set[Tensor]:
+        """The parameters of layers to correct that the optimisers hold. Raises where these do not fit the model."""
+        layers = self._parameters_by_layer()
+        mine = {p for optimizer in optimizers for p in parameters_of(optimizer)}
+        mine &= {p for parameters in layers.values() for p in parameters}
+        whole = set(self._inner.parameters()) | mine
+        strange = [one for one in optimizers if not mine or whole.isdisjoint(parameters_of(one))]
+        if strange:
+            raise ValueError(
+                f"{_names_of(strange)} holds no parameter of the {len(layers)} layers to correct; "
+                "was the optimiser made for another model, or before the model's parameters were replaced?"
+            )
+        if len(optimizers) == 1:
+            return mine
+        self._refuse_parameters_in_two(optimizers)
+        if self.keeps_foresight:
+            raise ValueError(
+                f"foresight=True looks at what one optimiser's step does, and {_names_of(optimizers)} make a step "
+                "together: leave it out, or put all parameters in one optimiser"
+            )
+        for layer, parameters in layers.items():
+            holders = {id(one) for one in optimizers if not set(parameters_of(one)).isdisjoint(parameters)}
+            if len(holders) > 1 and self.at == "step" and is_sharded(parameters[0]):
+                raise ValueError(
+                    f"layer {self._capture.names[layer]!r}: its weight and its bias are sharded and lie in two "
+                    "optimisers, which is not corrected at the step. Put both in one optimiser, or attach with "
+                    'at="backward".'
+                )
+        return mine
+
+    def _refuse_parameters_in_two(self, optimizers: Sequence[Optimizer]) -> None:
+        by_name = {self._capture.names[layer]: its for layer, its in self._parameters_by_layer().items()}
+        refuse_parameters_in_two(by_name, optimizers)
+
+    def _refuse_others_on(self, optimizers: Sequence[Optimizer], mine: set[Tensor]) -> None:
+        """Raise if another correction would correct the same gradients, or a part of the same layers.
+
+        Args:
+            optimizers: to be attached.
+            mine: the parameters of layers that they hold.
+        """
+        for other in _LIVE:
+            if other is self or not other._capture.is_installed:
+                continue
+            is_same = any(one is theirs for one in optimizers for theirs in other.optimizers)
+            both = {p for p in mine & other._layer_parameters() if other._groups.owns(p)}
+            if both and (is_same or "backward" in (self.at, other.at)):
+                raise RuntimeError(
+                    f"{_names_of(other.optimizers) or 'another correction'} is attached to these layers already: "
+                    "they would be corrected twice. Keep the first correction, or detach() it."
+                )
+            if other.optimizers:
+                held = {layer: mine.intersection(its) for layer, its in self._parameters_by_layer().items()}
+                refuse_split_layers(held, other._held_by_layer(), self._capture.names)
 
     def detach(self) -> None:
         """Take everything off the model and the optimiser, which is plain again."""
@@ -329,7 +381,7 @@ class Consequentialism:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._groups.take(None, when_gone=self._stop_watching)
+        self._groups.take((), when_gone=self._stop_watching)
         self._stop_watching()
 
     def _stop_watching(self) -> None:
@@ -398,6 +450,7 @@ class Consequentialism:
         self._notice_new_parameters()
         if self.at == "backward":
             return
+        refuse_step_in_backward(self._at_step)
         if self._rewriter.has_work(self._other_captures()):
             must_skip = not self._correct(bounded=True)
         else:
@@ -419,9 +472,12 @@ class Consequentialism:
         self._warn_of_ranks_left_out()
         passes = self._at_step.passes()
         self._doubt_samples(passes)
-        if not self._loss.is_seen:
-            return self._rewriter.rewrite(self.loss_reduction, passes, bounded=bounded)
-        return self._rewriter.rewrite(lambda samples: self._divisor_on_all_ranks(passes), passes, bounded=bounded)
+
+        def seen(samples: int) -> float:
+            return self._divisor_on_all_ranks(passes)
+
+        with in_one_unit(self._at_step.records.values()):
+            return self._rewriter.rewrite(seen if self._loss.is_seen else self.loss_reduction, passes, bounded=bounded)
 
     def _divisor_on_all_ranks(self, passes: list[set[Entry]]) -> float:
         """What was seen of the loss, on all ranks together, who ask this together."""
@@ -441,7 +497,7 @@ class Consequentialism:
 
     def _numbers_of_step(self) -> str:
         """What a message says of the present step: learning rates, λ, N, the loss's divisor."""
-        rates = {float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group} if self.optimizer else ()
+        rates = {float(group["lr"]) for group in self._groups.param_groups() if "lr" in group}
         words = [f"lr {' and '.join(f'{rate:g}' for rate in rates)}"] if rates else []
         words += map(str, self._groups.dampings())
         words += [f"N = {self.samples}", f"loss divided by {self._rewriter.divisor:g}"] if self.samples else []
@@ -491,9 +547,22 @@ class Consequentialism:
         if self._has_doubted:
             return
         self._has_doubted = True
+        self._warn_of_halves()
         self._capture.entries.looks_at_tokens = False
         if self.loss_reduction == "mean":
             self._reports.samples_in_doubt(doubt_about_samples(passes, self._inner))
+
+    def _warn_of_halves(self) -> None:
+        """At the first step: tell of layers whose weight, or bias, is trained and in none of the optimisers."""
+        if not self.optimizers:
+            return
+        for layer, parameters in self._parameters_by_layer().items():
+            trained = [p for p in parameters if p.requires_grad]
+            held = [p for p in trained if self._groups.owns(p)]
+            if 0 < len(held) < len(trained):
+                weight_is_held = any(p is self._capture.parameters_of(layer)[0] for p in held)
+                self._reports.half_held(self._capture.names[layer], _names_of(self.optimizers), weight=weight_is_held)
+                return
 
     def _corrected_in_backward(
         self, gathered: Gathered, damping: Damping, scale: float, accumulators: Sequence[Node | None]
@@ -584,8 +653,13 @@ class Consequentialism:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The optimiser this is attached to."""
-        return self._groups.optimizer
+        """The optimiser this is attached to; of several, the first."""
+        return next(iter(self._groups.optimizers), None)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """All optimisers this is attached to."""
+        return self._groups.optimizers
 
     @property
     def damping(self) -> float | None:
@@ -662,20 +736,35 @@ class Consequentialism:
         self._loss.remove()
         self._loss = LossDivisor(loss_reduction, self._capture.entries)
 
+    def _parameters_by_layer(self) -> dict[nn.Module, list[Tensor]]:
+        found = {layer: self._capture.parameters_of(layer) for layer in self._capture.layers.values()}
+        return {layer: [p for p in parameters if p is not None] for layer, parameters in found.items()}
+
     def _layer_parameters(self) -> set[Tensor]:
-        found = [p for layer in self._capture.layers.values() for p in self._capture.parameters_of(layer)]
-        return {p for p in found if p is not None}
+        return {p for parameters in self._parameters_by_layer().values() for p in parameters}
+
+    def _held_by_layer(self) -> dict[nn.Module, set[Tensor]]:
+        """Of each layer, the parameters that the optimisers hold."""
+        return {layer: set(filter(self._groups.owns, its)) for layer, its in self._parameters_by_layer().items()}
 
     def _notice_new_parameters(self) -> None:
         """Before samples enter the model and before a step: a group was added, a layer replaced, a state loaded?"""
         if self._groups.read_again():
             try:
                 selection = select_layers(self._inner, self.include, self.exclude)
+                self._plain = selection.plain
+                self._capture.extend(selection.corrected)
+                self._refuse_layers_split_since()
             except BaseException:
                 self._groups.forget()  # once the cause is mended, look again
                 raise
-            self._plain = selection.plain
-            self._capture.extend(selection.corrected)
+
+    def _refuse_layers_split_since(self) -> None:
+        """A group was added: weight and bias of a layer may lie in two corrections' optimisers now, or one in both."""
+        self._refuse_parameters_in_two(self.optimizers)
+        for other in _LIVE:
+            if other is not self and other._capture.is_installed and other.optimizers and self.optimizers:
+                refuse_split_layers(self._held_by_layer(), other._held_by_layer(), self._capture.names)
 
     # ---- looking ------------------------------------------------------------------------------------------------
 
@@ -791,6 +880,10 @@ class Consequentialism:
         self.bound = bound
         self.largest_block = largest_block
         self._reports.restore(counters)
+
+
+def _names_of(optimizers: Sequence[Optimizer]) -> str:
+    return " and ".join(type(optimizer).__name__ for optimizer in optimizers)
 
 
 def _check_bound(bound: float | None) -> None:

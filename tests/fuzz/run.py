@@ -9,13 +9,14 @@ import torch
 from reference import damping_options
 
 import consequent
-from fuzz.loops import REDUCTIONS, describe, freeze_for_a_while, is_edited, make_loop
+from fuzz.loops import REDUCTIONS, Edit, describe, freeze_for_a_while, has, is_edited, make_loop
 from fuzz.nets import make_net, sees_the_sample
 from fuzz.reference import Reference
 
 LR = 0.01
 AVERAGED = 0.4  # how often moments are averaged over steps
 FROZEN = 0.2  # how often something is frozen for a while
+SPLIT = 0.25  # how often the parameters lie in two optimisers
 SAYS_EDITED = re.compile("inputs explain|edited")
 
 
@@ -28,15 +29,19 @@ class IllegalError(Exception):
 
 
 class Library:
-    """One side of a run: the model that is trained, by an optimiser that the library is attached to."""
+    """One side of a run: the model that is trained, by optimisers that the library is attached to."""
 
-    def __init__(self, net, dtype, mode, damping, loss_reduction, averaging=(0.0, 1)):
+    def __init__(self, net, dtype, mode, damping, loss_reduction, averaging=(0.0, 1), second=()):
+        """Parameters with the names in ``second`` lie in an optimiser of their own, which steps last."""
         self.model, self.dtype, self.mode = net.model.to(dtype), dtype, mode
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
+        parts = [[], []]
+        for name, p in self.model.named_parameters():
+            parts[name in second].append(p)
+        self.optimizers = [torch.optim.SGD(part, lr=LR) for part in parts if part]
         options = {"at": mode} if mode == "backward" else {}
         if mode != "plain":
             options |= damping_options(damping) | dict(zip(("averaging", "refresh"), averaging, strict=True))
-            consequent.attach(self.optimizer, self.model, loss_reduction=loss_reduction, **options)
+            consequent.attach(self.optimizers, self.model, loss_reduction=loss_reduction, **options)
         self.pending = []
         self.joined = None  # filled in by the run: names of the parameters that belong together
 
@@ -47,7 +52,8 @@ class Library:
         elif how == "model":
             self.model.zero_grad()
         else:
-            self.optimizer.zero_grad(set_to_none=how == "none")
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=how == "none")
 
     def freeze(self, name, is_trained):
         self.model.get_parameter(name).requires_grad_(is_trained)
@@ -81,11 +87,14 @@ class Library:
                 change(name, p.grad)
 
     def step(self, closure, inside):
+        first, *others = self.optimizers
         if inside:
-            self.optimizer.step(lambda: closure() or 0.0)
+            first.step(lambda: closure() or 0.0)
         else:
             closure()
-            self.optimizer.step()
+            first.step()
+        for optimizer in others:
+            optimizer.step()
         self.pending.clear()
 
 
@@ -110,6 +119,10 @@ class Case:
         self.actions = make_loop(rng, self.net, self.damping, self.dtype, steps)
         if rng.random() < FROZEN:
             freeze_for_a_while(rng, self.net, self.actions)
+        self.second = set()
+        if rng.random() < SPLIT and not has(self.actions, Edit):  # of a single number, an edit would be a factor
+            names = [name for name, _ in self.net.model.named_parameters()]
+            self.second = set(rng.sample(names, rng.randrange(1, len(names) + 1)))
 
     @property
     def loss_reduction(self):
@@ -124,7 +137,8 @@ class Case:
     def __str__(self):
         return (
             f"seed {self.seed}, at={self.mode!r}, {self.dtype}, {damping_options(self.damping)}, "
-            f"loss_reduction={self.reduction}, averaging and refresh {self.averaging}\n"
+            f"loss_reduction={self.reduction}, averaging and refresh {self.averaging}, "
+            f"in a second optimiser: {sorted(self.second)}\n"
             f"{self.net}\nactions:\n{describe(self.actions)}"
         )
 
@@ -173,7 +187,7 @@ def play(case):
         whether the library had to warn of an edited gradient.
     """
     reference = Reference(case.net, case.mode, case.damping, case.loss_reduction, case.averaging)
-    library = Library(case.net, case.dtype, case.mode, case.damping, case.loss_reduction, case.averaging)
+    library = Library(case.net, case.dtype, case.mode, case.damping, case.loss_reduction, case.averaging, case.second)
     library.joined = reference.joined
     for number, step in enumerate(case.actions):
         before = {name: p.detach().double().clone() for name, p in library.model.named_parameters()}

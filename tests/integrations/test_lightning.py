@@ -152,7 +152,14 @@ def test_a_training_that_raised_can_be_repeated(tmp_path):
     plain.check_equal(module.model, expected)
 
 
-def test_two_optimizers_get_a_correction_each(tmp_path):
+def weights_and_biases(model):
+    return [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]
+
+
+@pytest.mark.parametrize("how", ["whole layers", "weights and biases"])
+def test_two_optimizers(how, tmp_path):
+    """With layers of their own they get a correction each, and one for both where they share layers."""
+
     class TwoOptimizers(Module):
         def training_step(self, batch, batch_index):
             for optimizer in self.optimizers():
@@ -162,7 +169,9 @@ def test_two_optimizers_get_a_correction_each(tmp_path):
                 optimizer.step()
 
         def configure_optimizers(self):
-            return [plain.make_optimizer(self.model[:2]), plain.make_optimizer(self.model[2:])]
+            if how == "whole layers":
+                return [plain.make_optimizer(self.model[:2]), plain.make_optimizer(self.model[2:])]
+            return [torch.optim.SGD(part, lr=plain.LR, momentum=0.9) for part in weights_and_biases(self.model)]
 
         def on_train_end(self):
             self.corrected = [list(correction.corrected) for correction in callback.corrections]
@@ -171,6 +180,12 @@ def test_two_optimizers_get_a_correction_each(tmp_path):
     module.automatic_optimization = False
     trainer(tmp_path, [callback], enable_checkpointing=False).fit(module, loader(3))
     plain.train(expected, *plain.make_data(3))
-    assert module.corrected == [["model.0"], ["model.4"]]
+    assert (
+        module.corrected
+        == {
+            "whole layers": [["model.0"], ["model.4"]],
+            "weights and biases": [["model.0", "model.4"]],
+        }[how]
+    )
     for value, theirs in zip(module.model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(value, theirs)

@@ -104,6 +104,33 @@ def test_no_damping(two, kind):
     check(two.run(step, kind, 4, torch.float64, "ddp", 1, None, None, 0.0), kind, 4, torch.float64, 0.0)
 
 
+def step_of_two_optimizers(kind, samples):
+    """Weights in one and biases in the other, micro-batches, and a scaler that unscales one after the other."""
+    model, x, t = build_for(kind, samples, torch.float64)
+    ddp = DDP(model)
+    parts = [[p for p in model.parameters() if (p.ndim == 1) == is_bias] for is_bias in (False, True)]
+    optimizers = [torch.optim.SGD(part, lr=0.0) for part in parts]
+    correction = consequent.attach(optimizers, ddp, damping=DAMPING)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    x, t = share(x), share(t)
+    for _ in range(2):
+        model.zero_grad()
+        with ddp.no_sync():
+            scaler.scale(mean_loss(ddp(x[:1]), t[:1]) / len(x)).backward()
+        scaler.scale(mean_loss(ddp(x[1:]), t[1:]) * (len(x) - 1) / len(x)).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    assert correction.counters.edited == 0
+    assert correction.counters.steps == 2
+    return gradients(model), dict(correction._rewriter.sides), correction.samples
+
+
+@pytest.mark.parametrize(("kind", "samples"), SIZES)
+def test_two_optimizers_that_share_layers(two, kind, samples):
+    check(two.run(step_of_two_optimizers, kind, samples), kind, samples, torch.float64)
+
+
 # ---- uneven batches -------------------------------------------------------------------------------------------------
 
 

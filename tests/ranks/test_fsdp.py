@@ -252,6 +252,28 @@ def test_a_group_with_its_own_damping(two, damping, how):
         assert_close({"two.bias": grads["two.bias"]}, {"two.bias": expected}, 1e-9)
 
 
+def weights_and_biases_apart(at):
+    model, x, t = build("wide", batch=4)
+    shard(model, "layers")
+    parts = [[p for p in model.parameters() if (p.ndim == 1) == is_bias] for is_bias in (False, True)]
+    optimizers = [torch.optim.SGD(part, lr=0.0) for part in parts]
+    try:
+        consequent.attach(optimizers, model, damping=DAMPING, at=at)
+    except ValueError as error:
+        return str(error)
+    mean_loss(model(share(x)), share(t)).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return gathered(model)
+
+
+def test_layers_in_two_optimizers_are_refused_at_the_step(two):
+    for refusal in two.run(weights_and_biases_apart, "step"):
+        assert re.search(r"layer '0': its weight and its bias are sharded.*at=\"backward\"", refusal)
+    for grads in two.run(weights_and_biases_apart, "backward"):
+        assert all(grad.isfinite().all() for grad in grads.values())
+
+
 def by_columns():
     from torch.distributed.tensor import Shard
 

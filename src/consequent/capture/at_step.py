@@ -1,6 +1,6 @@
 """``at="step"``: what backward passes say is recorded until the optimiser's step, for all micro-batches together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from consequent.capture.records import Record
+from consequent.capture.separate_scales import note_sizes
 from consequent.capture.torch_internals import (
     accumulator_of,
     after_backward,
@@ -36,6 +37,7 @@ class StepCorrector:
         damping_of: λ for a parameter.
         averages: of moments, over steps.
         largest_block_of: how many features of a parameter's layer are solved for together; None: all of them.
+        are_apart: whether parameters lie in more than one optimiser.
         keep_rows: whether inputs and output gradients are kept although their moment would do.
     """
 
@@ -46,6 +48,7 @@ class StepCorrector:
         damping_of: Callable[[Tensor], Damping],
         averages: Averages,
         largest_block_of: Callable[[Tensor], int | None],
+        are_apart: Callable[[Iterable[Tensor]], bool],
         *,
         keep_rows: bool,
     ) -> None:
@@ -54,6 +57,7 @@ class StepCorrector:
         self._weights: set[Tensor] = set()
         self._damping_of = damping_of
         self._largest_block_of = largest_block_of
+        self._are_apart = are_apart
         self._keep_rows = keep_rows
         self._averages = averages
         self._ahead = self._new_ahead()
@@ -186,10 +190,17 @@ class StepCorrector:
         else:
             self._mark_gradients(backward_pass)
 
+    @property
+    def is_in_a_pass(self) -> bool:
+        """Whether a backward pass through the layers is under way here, so that gradients are still to come."""
+        return bool(self._running) and backward_pass_id() in self._running
+
     def _mark_gradients(self, backward_pass: int) -> None:
         self._ahead.join()
-        for record in self._running.pop(backward_pass, {}):
+        records = self._running.pop(backward_pass, {})
+        for record in records:
             record.mark_accumulated()
+        note_sizes(record for record in records if self._are_apart(p for p, _ in record.accumulated))
 
     # ---- between passes ---------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ class Record:
         passes: the backward passes in ``.grad``, each with an entry whose samples it was for; some repeatedly.
         accumulated: marks on the gradients as the last backward pass left them.
         corrected: marks on the gradients as the last correction left them.
+        sizes: of its gradients then, where the weight and its biases lie in different optimisers.
         was_written_to: whether somebody wrote to ``.grad`` between two backward passes.
         accumulated_on_corrected: whether a backward pass was added to a gradient that had been corrected already.
         has_output_grads: whether some ΔZ was not all zeros, as far as that was looked at.
@@ -50,6 +51,7 @@ class Record:
     passes: list[tuple[int, Entry]] = field(default_factory=list)
     accumulated: list[tuple[Tensor, GradMark]] = field(default_factory=list)
     corrected: list[tuple[Tensor, GradMark]] = field(default_factory=list)
+    sizes: dict[Tensor, Tensor] = field(default_factory=dict)
     was_written_to: bool = False
     accumulated_on_corrected: bool = False
     has_output_grads: bool = False
@@ -131,7 +133,7 @@ class Record:
         if self.beside:
             self.beside = Beside()
         self.was_written_to = self.accumulated_on_corrected = self.has_output_grads = False
-        self.accumulated, self.passes = [], []
+        self.accumulated, self.passes, self.sizes = [], [], {}
 
     def begin_backward_pass(self, grad: Tensor | None) -> None:
         """Before a backward pass adds to ``.grad``: is what was captured earlier still in there?
@@ -143,13 +145,12 @@ class Record:
             if self.beside.others:
                 if not self.grads or self._is_zeroed():
                     self.clear()
+            elif left := self._left_corrected():  # of the bias, too: another optimiser may hold it
+                self.accumulated_on_corrected = any(
+                    is_nonzero(old) if answers_at_once(old) else mark.holds(old) for old, mark in left
+                )
             elif grad is not None:
-                marks = [mark for _, mark in self.corrected if mark.is_same_tensor(grad)]
-                if marks:
-                    looks = answers_at_once(grad)
-                    self.accumulated_on_corrected = is_nonzero(grad) if looks else marks[0].holds(grad)
-                else:
-                    self.was_written_to = not answers_at_once(grad) or is_nonzero(grad)
+                self.was_written_to = not answers_at_once(grad) or is_nonzero(grad)
         elif not self.grads:
             if not self.accumulates_elsewhere:
                 self.clear()
@@ -157,6 +158,14 @@ class Record:
             self.clear()
         elif not self.is_untouched():
             self.was_written_to = True
+
+    def _left_corrected(self) -> list[tuple[Tensor, GradMark]]:
+        """The gradients that a correction wrote and that are still there, with its marks; zeroed ones as well."""
+        return [
+            (grad, mark)
+            for parameter, mark in self.corrected
+            if (grad := parameter.grad) is not None and parameter.requires_grad and mark.is_same_tensor(grad)
+        ]
 
     def is_zeroed_since(self) -> bool:
         """At the step: whether somebody wrote zeros to the gradients. On a GPU that is not looked at."""

@@ -183,8 +183,8 @@ class Rewriter:
     @property
     def _found_inf(self) -> Tensor | None:
         """A GradScaler's, with a fused optimiser."""
-        found_inf: Tensor | None = getattr(self._groups.optimizer, "found_inf", None)
-        return found_inf
+        found = [getattr(optimizer, "found_inf", None) for optimizer in self._groups.optimizers]
+        return next((found_inf for found_inf in found if found_inf is not None), None)
 
     def _solutions_of(
         self, records: list[Record], divisor: float, *, bounded: bool

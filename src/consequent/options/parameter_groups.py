@@ -1,8 +1,8 @@
-"""What the optimiser's parameter groups say: which parameters it holds, their learning rates and dampings."""
+"""What the optimisers' parameter groups say: which parameters they hold, their learning rates and dampings."""
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 from typing import Any
 
@@ -27,7 +27,7 @@ def largest_block_in(group: dict[str, Any], default: int | None) -> int | None:
 
 
 class Groups:
-    """The parameter groups of an optimiser; without one, all parameters of the model in a group of their own.
+    """The parameter groups of one optimiser or several; without any, all parameters of the model in a group by itself.
 
     Attributes:
         model: the model.
@@ -38,50 +38,81 @@ class Groups:
         self.model = model
         self.largest_block = largest_block
         self._default = default
-        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._optimizers: tuple[weakref.ref[Optimizer], ...] = ()
         self._group_of: dict[Tensor, dict[str, Any]] = {}
+        self._optimizer_of: dict[Tensor, weakref.ref[Optimizer]] = {}
         self._seen: list[tuple[dict[str, Any], list[Tensor]]] = []  # the groups that this was made from
 
     @property
-    def optimizer(self) -> Optimizer | None:
-        """The optimiser, as long as somebody else holds it."""
-        return None if self._optimizer is None else self._optimizer()
+    def optimizers(self) -> list[Optimizer]:
+        """The optimisers, as long as somebody else holds them."""
+        return [optimizer for held in self._optimizers if (optimizer := held()) is not None]
 
-    def take(self, optimizer: Optimizer | None, when_gone: Callable[[], None]) -> None:
-        """Look at this optimiser from now on. It is held weakly: one that is thrown away is gone."""
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer, lambda _: when_gone())
+    @property
+    def are_several(self) -> bool:
+        """Whether more than one optimiser was taken."""
+        return len(self._optimizers) > 1
+
+    def take(self, optimizers: Sequence[Optimizer], when_gone: Callable[[], None]) -> None:
+        """Look at these optimisers from now on. They are held weakly: one that is thrown away is gone.
+
+        Args:
+            optimizers: all of them.
+            when_gone: called when the last of them is thrown away.
+        """
+
+        def one_is_gone(_: Any) -> None:
+            if not self.optimizers:
+                when_gone()
+
+        self._optimizers = tuple([weakref.ref(optimizer, one_is_gone) for optimizer in optimizers])
         self.read_again()
 
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of all optimisers."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
     def read_again(self) -> bool:
-        """Look at the groups anew; whether they hold other parameters than before."""
-        optimizer = self.optimizer
-        groups = [] if optimizer is None else optimizer.param_groups
+        """Look at the groups anew; whether the optimisers hold other parameters than before."""
+        groups = self.param_groups()
         if len(groups) == len(self._seen) and all(map(_is_as_seen, groups, self._seen)):
             return False
         self._seen = [(group, list(group["params"])) for group in groups]
-        known, self._group_of = self._group_of, {p: group for group in groups for p in group["params"]}
-        return known.keys() != self._group_of.keys()
+        self._group_of = {p: group for group in groups for p in group["params"]}
+        before, self._optimizer_of = self._optimizer_of, {}
+        for held in self._optimizers:
+            self._optimizer_of |= dict.fromkeys(parameters_of(held()), held)
+        return before != self._optimizer_of
 
     def forget(self) -> None:
         """Be as if the groups had never been read."""
-        self._group_of, self._seen = {}, []
+        self._group_of, self._optimizer_of, self._seen = {}, {}, []
 
     def group_of(self, parameter: Tensor) -> dict[str, Any] | None:
         """The group that holds the parameter, if any does."""
         return self._group_of.get(parameter)
 
+    def optimizer_of(self, parameter: Tensor) -> Optimizer | None:
+        """The optimiser that holds the parameter, if any does."""
+        held = self._optimizer_of.get(parameter)
+        return None if held is None else held()
+
     def owns(self, parameter: Tensor) -> bool:
-        """Whether the optimiser holds the parameter."""
-        return self._optimizer is None or parameter in self._group_of
+        """Whether an optimiser holds the parameter."""
+        return not self._optimizers or parameter in self._group_of
+
+    def are_apart(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the parameters lie in more than one optimiser."""
+        return self.are_several and len({id(self._optimizer_of.get(p)) for p in parameters}) > 1
 
     def parameters(self) -> list[Tensor]:
         """All parameters that a step changes."""
-        return list(self.model.parameters()) if self._optimizer is None else list(self._group_of)
+        return list(self._group_of) if self._optimizers else list(self.model.parameters())
 
     def dampings(self) -> list[Damping]:
         """All that are in use, each once."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return list(dict.fromkeys(damping_in(group) or self._default for group in groups)) or [self._default]
+        used = dict.fromkeys(damping_in(group) or self._default for group in self.param_groups())
+        return list(used) or [self._default]
 
     @property
     def default(self) -> Damping:
@@ -91,8 +122,8 @@ class Groups:
 
     @property
     def lost_its_optimizer(self) -> bool:
-        """Whether there was an optimiser that nobody else held."""
-        return self._optimizer is not None and self._optimizer() is None
+        """Whether there were optimisers, and nobody else held any of them."""
+        return bool(self._optimizers) and not self.optimizers
 
     def damping_of(self, parameter: Tensor) -> Damping:
         """λ for a parameter: its group's own, or the default."""
@@ -110,16 +141,18 @@ class Groups:
         """μ for a parameter: how far a step goes down the gradient in ``.grad``."""
         group = self._group_of.get(parameter, {})
         rate = float(group.get("lr", math.nan)) * (-1 if group.get("maximize") else 1)
-        grad_scale = getattr(self.optimizer, "grad_scale", None)  # a fused optimiser with a GradScaler
+        grad_scale = getattr(self.optimizer_of(parameter), "grad_scale", None)  # a fused optimiser with a GradScaler
         return rate if grad_scale is None else rate / float(grad_scale)
 
     def rate_in_the_long_run(self, parameter: Tensor) -> float | None:
         """How far a gradient moves a parameter in all, momentum included; None where that is not proportional to it.
 
         None also where it cannot be known without waiting: a learning rate on a GPU, a fused optimiser with a
-        GradScaler.
+        GradScaler. And with several optimisers: what becomes of a gradient until the others step is not known.
         """
-        optimizer, group = self.optimizer, self._group_of.get(parameter)
+        if self.are_several:
+            return None
+        optimizer, group = self.optimizer_of(parameter), self._group_of.get(parameter)
         if not isinstance(optimizer, SGD) or group is None or getattr(optimizer, "grad_scale", None) is not None:
             return None
         if isinstance(group["lr"], Tensor) and not answers_at_once(group["lr"]):
@@ -133,12 +166,17 @@ class Groups:
     def change_default(self, default: Damping) -> None:
         """Change λ for all groups that have none of their own (a ready-made optimiser's groups repeat the default)."""
         old = self.default
-        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+        for group in self.param_groups():
             if damping_in(group) == old:
                 group.pop("damping", None)
                 group.pop("relative_damping", None)
                 group["relative_damping" if default.relative else "damping"] = default.value
         self._default = default
+
+
+def parameters_of(optimizer: Optimizer | None) -> list[Tensor]:
+    """All that an optimiser holds."""
+    return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _is_as_seen(group: dict[str, Any], seen: tuple[dict[str, Any], list[Tensor]]) -> bool:

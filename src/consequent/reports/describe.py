@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD
@@ -33,8 +33,8 @@ def describe(
         source: where that comes from.
     """
     reduction = named(correction.loss_reduction)
-    optimizer = correction.optimizer
-    where = "not attached" if optimizer is None else f"attached to {type(optimizer).__name__}"
+    names = " and ".join(type(optimizer).__name__ for optimizer in correction.optimizers)
+    where = f"attached to {names}" if names else "not attached"
     if groups.lost_its_optimizer:
         where = "its optimiser was thrown away"
     try:
@@ -70,7 +70,10 @@ def describe(
             "features": f"solved on the feature side, {columns} × {columns}",
             "blocks": "solved on the feature side, in blocks",
         }.get(sides.get(name, ""), "side chosen at the first step")
-        lines.append(line(name, f"{layer_type}, {columns} input columns, {side}"))
+        parts: dict[str, Any] = {"weight": layer.weight, "bias": getattr(layer, "bias", None)}
+        missing = [part for part, p in parts.items() if p is not None and p.requires_grad and not groups.owns(p)]
+        without = f"; its {missing[0]} is in none of the optimisers" if missing else ""
+        lines.append(line(name, f"{layer_type}, {columns} input columns, {side}{without}"))
     lines.append(f"  plain ({len(plain)}):")
     lines += [line(name, reason) for name, reason in plain.items()]
     if any(getattr(layer, "bias", None) is not None for layer in corrected.values()):
@@ -100,6 +103,8 @@ def _bound_in_words(correction: "Consequentialism") -> str:
     optimizer = correction.optimizer
     if correction.at == "backward":
         return 'off with at="backward", where the step is not known yet'
+    if len(correction.optimizers) > 1:
+        return "off with several optimisers: when the first of them steps, what the others will apply is not known"
     if optimizer is not None and not isinstance(optimizer, SGD):
         return f"off, as it is for SGD alone: steps of {type(optimizer).__name__} may have a length of their own"
     trained = [layer for layer in correction.corrected.values() if any(p.requires_grad for p in layer.parameters())]

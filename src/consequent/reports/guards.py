@@ -1,6 +1,6 @@
 """Refusing what would be silently wrong: gradients that no backward pass explains, or that were corrected before."""
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -9,13 +9,14 @@ from consequent.capture.at_step import StepCorrector
 from consequent.capture.capture import Capture
 from consequent.capture.records import Record
 from consequent.capture.torch_internals import graph_is_being_captured
+from consequent.options.parameter_groups import parameters_of
 from consequent.ranks.sharded_tensors import is_nonzero
 from consequent.reports.errors import CAPTURED_TOO_EARLY
 from consequent.reports.reports import shown
 
 
-def check_optimizer(optimizer: object) -> None:
-    """Raise unless it is an optimiser that can be made consequentialist."""
+def _checked(optimizer: object) -> Optimizer:
+    """The optimiser that makes the step, if it is one that can be made consequentialist."""
     if isinstance(optimizer, nn.Module):
         raise TypeError(f"got the model {type(optimizer).__name__} first: the order is attach(optimizer, model)")
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
@@ -23,14 +24,67 @@ def check_optimizer(optimizer: object) -> None:
         raise TypeError(f"got the class {name}; make an instance: {name}(model.parameters(), lr=…)")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if isinstance(unwrapped(optimizer), LBFGS):
+    optimizer = _unwrapped(optimizer)
+    if isinstance(optimizer, LBFGS):
         raise TypeError(
             "LBFGS cannot be made consequentialist: its line search and its curvature estimate need the gradient of "
             "the loss, and a corrected gradient is not one. Use SGD, Adam or another first-order optimiser."
         )
+    return optimizer
 
 
-def unwrapped(optimizer: Optimizer) -> Optimizer:
+def checked_optimizers(optimizers: object) -> list[Optimizer]:
+    """The optimisers that make the steps, of one or a list of several. Raises unless all can be corrected."""
+    given = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+    if not given:
+        raise ValueError("got an empty list of optimisers: there is no step to correct the gradients at")
+    inner = [_checked(optimizer) for optimizer in given]
+    twice = [type(one).__name__ for place, one in enumerate(inner) if any(one is other for other in inner[:place])]
+    if twice:
+        raise ValueError(f"the same {twice[0]} is there twice among the optimisers: name each once")
+    return inner
+
+
+def refuse_parameters_in_two(layers: Mapping[str, Sequence[Tensor]], optimizers: Sequence[Optimizer]) -> None:
+    """Raise if a parameter of a corrected layer lies in two optimisers.
+
+    Args:
+        layers: the parameters of each, by its name.
+        optimizers: all that are attached together.
+    """
+    holder: dict[Tensor, str] = {}
+    of_layer = {parameter: name for name, parameters in layers.items() for parameter in parameters}
+    for optimizer in optimizers:
+        for parameter in parameters_of(optimizer):
+            if parameter in holder and parameter in of_layer:
+                raise ValueError(
+                    f"{shown(of_layer[parameter])}: {holder[parameter]} and {type(optimizer).__name__} both hold its "
+                    f"parameter of shape {list(parameter.shape)}, which would be stepped twice. Take it out of one."
+                )
+            holder[parameter] = type(optimizer).__name__
+
+
+def refuse_split_layers(
+    mine: Mapping[nn.Module, set[Tensor]], theirs: Mapping[nn.Module, set[Tensor]], names: Mapping[nn.Module, str]
+) -> None:
+    """Raise if two corrections would each solve for a part of a layer, whose weight and bias belong together.
+
+    Args:
+        mine: of each layer, the parameters that the optimisers of one correction hold,
+        theirs: and those of the other one's.
+        names: of the layers.
+    """
+    for layer, held in mine.items():
+        other = theirs.get(layer, set())
+        if held - other and other - held:
+            raise RuntimeError(
+                f"{shown(names[layer])}: its weight and its bias lie in two optimisers that are attached separately, "
+                "and each would be corrected as if the other stood still. Attach both at once, with one correction: "
+                "consequent.attach([first_optimizer, second_optimizer], model); or detach() the other correction."
+            )
+
+
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
     """The optimiser that makes the step, inside of those that Accelerate and Lightning put around it."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
@@ -48,7 +102,7 @@ def refuse_corrected_before(records: Iterable[Record], capture: Capture, others:
         if record.accumulated_on_corrected:
             raise RuntimeError(
                 f"{name_of(record)}: this backward pass was added to a gradient that had been corrected already. "
-                "Call optimizer.zero_grad() between a step and the next backward pass."
+                "Call zero_grad() of every optimiser, or of the model, between a step and the next backward pass."
             )
         for other in others:
             theirs = other.records.get(record.weight)
@@ -58,6 +112,15 @@ def refuse_corrected_before(records: Iterable[Record], capture: Capture, others:
                 f"{name_of(record)}: its gradient was corrected just now by another Consequentialism on the same "
                 "model, and would be corrected twice. Keep one of them and detach() the other."
             )
+
+
+def refuse_step_in_backward(corrector: StepCorrector) -> None:
+    """Raise if an optimiser steps while a backward pass is under way: not all gradients are there."""
+    if corrector.is_in_a_pass:
+        raise RuntimeError(
+            "an optimiser stepped in the midst of a backward pass (in a gradient hook?), whose gradients are corrected "
+            'together once all of them are there. Attach with at="backward", or step after backward().'
+        )
 
 
 def refuse_capture_before_first_step(steps: int) -> None:

@@ -158,6 +158,16 @@ class Reports(Tally):
             "frozen", f"all layers to correct are frozen: {optimizer} stays as it is until one of them is trained"
         )
 
+    def half_held(self, name: str, optimizers: str, *, weight: bool) -> None:
+        """Of a layer's weight and bias, only one lies in an optimiser that this is attached to."""
+        held, missing = ("weight", "bias") if weight else ("bias", "weight")
+        self._warn_once(
+            "half held",
+            f"{shown(name)}: {optimizers} holds its {held} and not its {missing}, which requires a gradient, too. The "
+            f"{held} is corrected as if the {missing} stood still. If another optimiser holds it, attach both at once: "
+            "consequent.attach([optimizer, the_other], model); if it is not trained, freeze it.",
+        )
+
     def samples_in_doubt(self, doubt: str | None) -> None:
         """N may not be what the loss was averaged over."""
         if doubt is not None:

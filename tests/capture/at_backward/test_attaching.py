@@ -59,28 +59,6 @@ def test_corrections_of_different_layers_stand_side_by_side(modes):
         model.zero_grad()
 
 
-def test_weights_and_biases_of_two_optimizers_are_solved_for_apart():
-    found = []
-    for at in ("backward", "step"):
-        model, x, t = build("wide")
-        optimizers = [
-            torch.optim.SGD([p for n, p in model.named_parameters() if kind in n], lr=0.0)
-            for kind in ("weight", "bias")
-        ]
-        for optimizer in optimizers:
-            consequent.attach(optimizer, model, damping=DAMPING, at=at)
-        mean_loss(model(x), t).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        found.append(gradients(model))
-    assert_close(*found)
-    together = corrected(model, loss_on(x, t), samples=len(x))
-    assert not torch.allclose(found[0]["0.weight"], together["0.weight"])
-    biases = {name: p for name, p in model.named_parameters() if "bias" in name}
-    alone = corrected(model, loss_on(x, t), samples=len(x), only=biases)
-    assert_close({name: found[0][name] for name in biases}, {name: alone[name] for name in biases})
-
-
 def test_detached_models_are_plain():
     model, x, t, optimizer, correction = start("wide")
     mean_loss(model(x), t).backward()

@@ -80,7 +80,8 @@ def test_parameters_that_the_optimizer_does_not_hold_are_as_good_as_frozen():
     optimizer = torch.optim.SGD([model[0].weight], lr=0.1)
     consequent.attach(optimizer, model)
     half_squares(model(x)).backward()
-    optimizer.step()
+    with pytest.warns(consequent.ConsequentWarning, match="layer '0': SGD holds its weight and not its bias"):
+        optimizer.step()
     expected_backward(twin, lambda m: half_squares(m(x)), 4, trains=lambda p: p is twin[0].weight)
     torch.optim.SGD([twin[0].weight], lr=0.1).step()
     check_same(model, twin)

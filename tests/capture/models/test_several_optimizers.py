@@ -1,4 +1,4 @@
-"""Several optimisers on one model, one optimiser over two models."""
+"""Several optimisers on one model, each attached by itself; one optimiser over two models."""
 
 import pytest
 import torch
@@ -13,24 +13,21 @@ def make_model():
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
 
 
-def split(model, how):
-    """Two lists of parameters."""
-    if how == "body-head":
-        return list(model[0].parameters()), list(model[2].parameters())
-    return [p for p in model.parameters() if p.ndim == 2], [p for p in model.parameters() if p.ndim == 1]
+def split(model):
+    """Two lists of parameters, of whole layers."""
+    return list(model[0].parameters()), list(model[2].parameters())
 
 
-@pytest.mark.parametrize("how", ["body-head", "weights-biases"])
 @pytest.mark.parametrize("samples", [3, 20])
-def test_two_attached_optimizers(samples, how):
+def test_two_attached_optimizers(samples):
     """Each solves for its own parameters, as if the other's were frozen; N is the same for both."""
     model = make_model()
     twin = twin_of(model)
     x = torch.randn(samples, 6, dtype=torch.float64)
-    first, second = (torch.optim.SGD(p, lr=lr) for p, lr in zip(split(model, how), (0.1, 0.02), strict=True))
+    first, second = (torch.optim.SGD(p, lr=lr) for p, lr in zip(split(model), (0.1, 0.02), strict=True))
     consequent.attach(first, model, damping=0.01)
     consequent.attach(second, model, damping=0.5)
-    plain = [torch.optim.SGD(p, lr=lr) for p, lr in zip(split(twin, how), (0.1, 0.02), strict=True)]
+    plain = [torch.optim.SGD(p, lr=lr) for p, lr in zip(split(twin), (0.1, 0.02), strict=True)]
     for _ in range(2):
         first.zero_grad()
         second.zero_grad()
@@ -40,7 +37,7 @@ def test_two_attached_optimizers(samples, how):
         twin.zero_grad()
         weights = twin_of(twin)
         gradients = {}
-        for part, damping in zip(split(twin, how), (0.01, 0.5), strict=True):
+        for part, damping in zip(split(twin), (0.01, 0.5), strict=True):
             twin.zero_grad()
             held = set(part)
             expected_backward(twin, lambda m: half_squares(m(x)), samples, damping, trains=held.__contains__)
@@ -74,7 +71,7 @@ def test_steps_of_two_optimizers_after_backward_passes_of_their_own():
     model = make_model()
     twin = twin_of(model)
     x = torch.randn(4, 6, dtype=torch.float64)
-    optimizers = [torch.optim.SGD(p, lr=0.1) for p in split(model, "body-head")]
+    optimizers = [torch.optim.SGD(p, lr=0.1) for p in split(model)]
     for optimizer in optimizers:
         consequent.attach(optimizer, model)
     for turn in (0, 1, 0):
@@ -82,7 +79,7 @@ def test_steps_of_two_optimizers_after_backward_passes_of_their_own():
         half_squares(model(x)).backward()
         optimizers[turn].step()
         twin.zero_grad()
-        held = set(split(twin, "body-head")[turn])
+        held = set(split(twin)[turn])
         expected_backward(twin, lambda m: half_squares(m(x)), 4, trains=held.__contains__)
         torch.optim.SGD(held, lr=0.1).step()
         check_same(model, twin)
