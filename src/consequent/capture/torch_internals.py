@@ -7,6 +7,7 @@ That all of them exist is tested when this module is imported.
 from collections.abc import Callable
 from datetime import timedelta
 from operator import attrgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -197,6 +198,14 @@ def patience_of(group: Any) -> timedelta:
     """How long a process group of GPUs waits for a rank."""
     patience: timedelta = backend_of(group, torch.device("cuda")).options._timeout
     return patience
+
+
+def with_globals(function: Any, **others: Any) -> Callable[..., Any]:
+    """A function of torch that is written in Python, with others in the place of some that it calls."""
+    known = {**function.__globals__, **others}
+    copied = FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 # How many times a tensor was written to, as far as torch can tell.

@@ -5,6 +5,7 @@ Modules with several such products inside are in ``JOINTS``.
 
 from torch import nn
 
+from consequent.layers.attention import Attention
 from consequent.layers.convolution import Convolution
 from consequent.layers.embedding import Embedding, EmbeddingBag
 from consequent.layers.joint import Joint
@@ -24,7 +25,7 @@ KINDS: tuple[type[Operation], ...] = (
     EmbeddingBag,
 )
 
-JOINTS: tuple[type[Joint], ...] = (Recurrent,)
+JOINTS: tuple[type[Joint], ...] = (Recurrent, Attention)
 
 
 def joint_of(module: nn.Module) -> type[Joint] | None:

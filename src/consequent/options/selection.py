@@ -47,6 +47,9 @@ def select_layers(model: nn.Module, include: Patterns | None, exclude: Patterns)
     for name, module in named.items():
         if not _has_parameters(module):
             continue
+        parent = named.get(name.rpartition(".")[0]) if name else None
+        if isinstance(parent, nn.MultiheadAttention) and name.rpartition(".")[0] in corrected:
+            continue  # its parameters are those of the attention
         kind, joint = kind_of(module), joint_of(module)
         if kind is None and joint is None:
             reason = f"{type(module).__name__} is none of the layers that can be corrected"
@@ -55,13 +58,14 @@ def select_layers(model: nn.Module, include: Patterns | None, exclude: Patterns)
         elif wanted is not None and name not in wanted:
             reason = "not included"
         elif joint is not None:
-            reason = joint.why_not(module)
+            inside = [inner for inner in unwanted if inner.startswith(name + "." if name else "")]
+            reason = f"{inside[0]!r}, a part of it, is excluded" if inside else joint.why_not(module)
         elif wanted is None and kind is not None and not kind.corrected_by_default:
             reason = (
                 f"{type(module).__name__} is corrected only where include= names it, beside the others that should be"
             )
         else:
-            reason = _why_not(name, module, named.get(name.rpartition(".")[0]))
+            reason = _why_not(name, module, parent)
         if reason is None:
             corrected[name] = module
         else:
@@ -108,7 +112,7 @@ def _why_not(name: str, module: nn.Module, parent: nn.Module | None) -> str | No
     if not weight.is_floating_point():
         return f"its weight is {weight.dtype}"
     if isinstance(parent, nn.MultiheadAttention):
-        return "nn.MultiheadAttention uses its weight without calling it"
+        return "nn.MultiheadAttention uses its weight without calling it, and is not corrected itself"
     if getattr(module, "bias", None) is not None and "bias" not in module._parameters:
         return "its bias is not a parameter of its own"
     return kind.why_not(module)

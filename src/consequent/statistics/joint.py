@@ -30,13 +30,15 @@ class Inputs:
     Attributes:
         features: columns, without the constant 1.
         rows: how many there are.
-        tensors: ``[rows, features]`` each, where they are kept.
+        tensors: ``[rows, features]`` each, where they are kept;
+        copied: how many of them are copies, which nobody else writes to.
         moment: ``[features + 1, features + 1]``, that of rows with a last entry 1, where it stands for them.
     """
 
     features: int
     rows: int
     tensors: tuple[Tensor, ...] = ()
+    copied: int = 0
     moment: Tensor | None = None
 
     @classmethod
@@ -54,9 +56,16 @@ class Inputs:
 
     def reduced(self) -> "Inputs":
         """Their moment stands for them, where that is smaller."""
-        if self.moment is not None or self.rows <= self.features:
+        if self.moment is not None:
             return self
+        if self.rows <= self.features:
+            return self.kept()
         return replace(self, tensors=(), moment=_moment(self.tensors))
+
+    def kept(self) -> "Inputs":
+        """Copies of them, which may be written to before the step comes."""
+        copies = tuple(tensor.clone() for tensor in self.tensors[self.copied :])
+        return replace(self, tensors=(*self.tensors[: self.copied], *copies), copied=len(self.tensors))
 
     def moment_of(self, columns: "Columns", *, exact: bool) -> Tensor:
         """``[columns, columns]``, in float32 or better; in float64 where it is to be exact and rows are kept."""
@@ -120,9 +129,7 @@ class JointInputs(Statistic):
     @in_full_precision
     def reduced(self, damping: Damping) -> "JointInputs":
         """Moments stand for rows where these are many; not without damping, which asks for all digits."""
-        if damping.value == 0:
-            return self
-        return replace(self, inputs=tuple(one.reduced() for one in self.inputs))
+        return replace(self, inputs=tuple(one.reduced() if damping.value else one.kept() for one in self.inputs))
 
     @property
     def use(self) -> JointUse:
