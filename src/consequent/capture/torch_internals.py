@@ -86,6 +86,20 @@ def leaf_of(node: Node | None) -> Tensor | None:
     return leaf
 
 
+def is_made_of(tensor: Tensor, leaf: Tensor) -> bool:
+    """Whether the tensor was computed from the parameter, as far as autograd knows."""
+    waiting, seen = [tensor.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if leaf_of(node) is leaf:
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
 def comes_in_time(leaf: Tensor, accumulator: Node | None) -> bool:
     """Whether it is early enough to add to the parameter's ``.grad`` when the running pass is over.
 

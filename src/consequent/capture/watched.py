@@ -4,7 +4,8 @@
 or a pickle of a watched layer is a plain one, and ``torch.compile``, which looks at classes, compiles anew.
 
 A subclass of a layer with a ``forward`` of its own keeps it: the calls of torch in it are looked at, and where it
-multiplies with the layer's weight, that goes through our product.
+multiplies with the layer's weight, that goes through our product; with ``at="backward"`` also where it multiplies with
+what it has made of that weight.
 """
 
 import copyreg
@@ -21,6 +22,7 @@ from consequent.capture.product import Apply, Call, Listener, apply_product, app
 from consequent.capture.torch_internals import (
     autocast_dtype,
     autocast_is_on,
+    is_made_of,
     transforms_are_active,
     unwrapped_if_left,
 )
@@ -231,7 +233,8 @@ class _Looking(TorchFunctionMode):
         kwargs = kwargs or {}
         layer = self._watch.layer
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
-        if weight is not layer._parameters.get("weight"):
+        own = layer._parameters.get("weight")
+        if weight is not own and not self._takes_computed(func, args, kwargs, weight, own):
             return func(*args, **kwargs)
         inputs = args[0] if args else kwargs.get("input")
         bias = args[2] if len(args) > 2 else kwargs.get("bias")
@@ -241,6 +244,21 @@ class _Looking(TorchFunctionMode):
         self.saw_product |= canonical is not None
         outputs = None if canonical is None else self._watch.product(canonical, inputs, weight, bias, self._apply)
         return func(*args, **kwargs) if outputs is None else outputs
+
+    def _takes_computed(self, func: Any, args: Any, kwargs: Any, weight: Any, own: Tensor | None) -> bool:
+        """Whether it is a product with a weight that was made of the layer's own (standardised, say).
+
+        That one's gradient is corrected where autograd computes it, and goes on to the layer's own weight through all
+        that was done to it. At the step there is no gradient of it any more.
+        """
+        if not isinstance(weight, Tensor) or own is None or weight.shape != own.shape or weight.grad_fn is None:
+            return False
+        if not all(capture.listener.replaces_gradients for capture in self._watch.captures):
+            return False
+        inputs = args[0] if args else kwargs.get("input")
+        if not isinstance(inputs, Tensor) or self._watch._operation.product_called(func, args, kwargs) is None:
+            return False
+        return is_made_of(weight, own)
 
 
 def _has_forward_of(layer: nn.Module, cls: type[nn.Module]) -> bool:
