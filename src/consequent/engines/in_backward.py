@@ -97,7 +97,7 @@ def _of_joint(gathered: Gathered, damping: Damping, scale: float, *, may_wait: b
     for use in uses:
         assert isinstance(use, JointUse)
         plain = [g if p is None else p if g is None else p + g for p, g in zip(plain, use.grads, strict=True)]
-    solved = statistic.solve_for(plain, damping, may_wait=may_wait)
+    solved = statistic.reduced(damping).solve_for(plain, damping, may_wait=may_wait)
     gradients: dict[Tensor, Tensor] = {}
     for parameter, gradient in zip(parameters, solved.gradients, strict=True):
         if parameter is not None and gradient is not None:

@@ -1,6 +1,7 @@
 """Units of several parameters in real training loops: recurrent layers, whose gradients are solved for as they are."""
 
 import copy
+import gc
 import io
 import pickle
 
@@ -464,3 +465,58 @@ def test_foresight_passes_by():
     squares(model(normal(5, 4, 3))).sum().backward()
     optimizer.step()
     assert list(correction.foresight()) == ["readout"]
+
+
+def test_a_step_without_new_gradients_takes_the_corrected_ones_again():
+    model, _ = made(nn.LSTM)
+    optimizer, _ = attached(model)
+    squares(model(normal(5, 4, 3))).sum().backward()
+    optimizer.step()
+    grads = [p.grad.clone() for p in model.parameters()]
+    optimizer.step()
+    assert all(map(torch.equal, grads, [p.grad for p in model.parameters()]))
+
+
+def test_a_gradient_on_top_of_a_corrected_one_is_refused():
+    model, _ = made(nn.LSTM)
+    optimizer, _ = attached(model, include=nn.LSTM)
+    squares(model(normal(5, 4, 3))).sum().backward()
+    optimizer.step()
+    squares(model(normal(5, 4, 3))).sum().backward()
+    with pytest.raises(RuntimeError, match="added to a gradient that had been corrected already"):
+        optimizer.step()
+
+
+def test_gradients_of_before_attaching_are_refused():
+    model, _ = made(nn.LSTM)
+    squares(model(normal(5, 4, 3))).sum().backward()
+    optimizer, _ = attached(model, include=nn.LSTM)
+    with pytest.raises(RuntimeError, match="no forward and backward pass through the attached model was seen"):
+        optimizer.step()
+
+
+def test_twice_the_same_correction_is_refused():
+    model, _ = made(nn.LSTM)
+    optimizer, _ = attached(model)
+    with pytest.raises(RuntimeError, match="attached to these layers already"):
+        consequent.attach(optimizer, model)
+
+
+@pytest.mark.parametrize("at", AT)
+def test_nothing_is_left_behind(at):
+    """Neither by steps nor by forward passes without a backward pass, without Python's garbage collector."""
+    model, _ = made(nn.LSTM, num_layers=2, bidirectional=False)
+    optimizer, _ = attached(model, at=at)
+    gc.collect()
+    gc.disable()
+    try:
+        counts = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            squares(model(normal(5, 4, 3).requires_grad_())).sum().backward()
+            optimizer.step()
+            model(normal(5, 4, 3))
+            counts.append(sum(type(found) is torch.Tensor for found in gc.get_objects()))
+    finally:
+        gc.enable()
+    assert counts[-1] == counts[1]
