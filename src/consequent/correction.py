@@ -24,7 +24,7 @@ from consequent.engines.gpu.after_pass import AfterPass
 from consequent.engines.in_backward import corrected_in_backward
 from consequent.engines.step import Rewriter
 from consequent.foresight import Foresight
-from consequent.layers import kind_of
+from consequent.layers import joint_of, kind_of
 from consequent.maths.bound import DEFAULT as BOUND
 from consequent.maths.checks import check_damping, check_positive
 from consequent.maths.damping import DEFAULT, Damping
@@ -32,7 +32,7 @@ from consequent.maths.precision import in_full_precision
 from consequent.options.arguments import refusing_unknown
 from consequent.options.loss_divisor import LossDivisor, named, sum_over_ranks
 from consequent.options.parameter_groups import Groups, damping_in, largest_block_in, parameters_of
-from consequent.options.selection import Patterns, listed, readable_name, select_layers
+from consequent.options.selection import Patterns, Selection, listed, readable_name, select_layers
 from consequent.options.settings import (
     LossReduction,
     check_at,
@@ -260,7 +260,8 @@ class Consequentialism:
         self._skip_next = False  # the gradients now in .grad hold NaN or inf
         self._foresight: Foresight | None = None
         self._inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        selection = select_layers(self._inner, self.include, self.exclude)
+        self._leaves_out_joints = False  # whether modules of several products are not corrected
+        selection = self._selected()
         self._plain = selection.plain
         averages = Averages(averaging, refresh)
         self._at_step = StepCorrector(
@@ -560,7 +561,7 @@ class Consequentialism:
             trained = [p for p in parameters if p.requires_grad]
             held = [p for p in trained if self._groups.owns(p)]
             if 0 < len(held) < len(trained):
-                weight_is_held = any(p is self._capture.parameters_of(layer)[0] for p in held)
+                weight_is_held = any(p is self._capture.units_of(layer)[0][0] for p in held)
                 self._reports.half_held(self._capture.names[layer], _names_of(self.optimizers), weight=weight_is_held)
                 return
 
@@ -617,6 +618,13 @@ class Consequentialism:
                 f"foresight=True looks at the samples of one process, and {ranks.size} ranks train together: "
                 "leave it out, or look at a model on one rank"
             )
+        self._leaves_out_joints = True
+        selection = self._selected()
+        self._plain = selection.plain
+        for name, layer in self._capture.layers.items():
+            if name not in selection.corrected and joint_of(layer) is not None:
+                self._reports.left_plain(name, selection.plain[name])
+        self._capture.extend(selection.corrected)
         self._at_step.share_out()
         self._rewriter.exchange = Exchange(
             self._capture,
@@ -737,8 +745,8 @@ class Consequentialism:
         self._loss = LossDivisor(loss_reduction, self._capture.entries)
 
     def _parameters_by_layer(self) -> dict[nn.Module, list[Tensor]]:
-        found = {layer: self._capture.parameters_of(layer) for layer in self._capture.layers.values()}
-        return {layer: [p for p in parameters if p is not None] for layer, parameters in found.items()}
+        layers = self._capture.layers.values()
+        return {layer: [p for unit in self._capture.units_of(layer) for p in unit] for layer in layers}
 
     def _layer_parameters(self) -> set[Tensor]:
         return {p for parameters in self._parameters_by_layer().values() for p in parameters}
@@ -747,11 +755,26 @@ class Consequentialism:
         """Of each layer, the parameters that the optimisers hold."""
         return {layer: set(filter(self._groups.owns, its)) for layer, its in self._parameters_by_layer().items()}
 
+    def _selected(self) -> Selection:
+        """Which layers of the model are corrected now."""
+        selection = select_layers(self._inner, self.include, self.exclude)
+        if self._leaves_out_joints:
+            joint = [name for name, layer in selection.corrected.items() if joint_of(layer) is not None]
+            for name in joint:
+                del selection.corrected[name]
+                selection.plain[name] = 'its inputs are not exchanged between ranks: at="backward" corrects it'
+            if joint and not selection.corrected:
+                raise RuntimeError(
+                    f"layer {joint[0]!r} has several products inside, whose inputs are not exchanged between ranks, "
+                    'and there is no other layer to correct: attach with at="backward"'
+                )
+        return selection
+
     def _notice_new_parameters(self) -> None:
         """Before samples enter the model and before a step: a group was added, a layer replaced, a state loaded?"""
         if self._groups.read_again():
             try:
-                selection = select_layers(self._inner, self.include, self.exclude)
+                selection = self._selected()
                 self._plain = selection.plain
                 self._capture.extend(selection.corrected)
                 self._refuse_layers_split_since()
@@ -810,7 +833,7 @@ class Consequentialism:
         """The modules that keep their plain gradient, by name, and why."""
         reasons = self._plain | self._replaced()
         for name, layer in self._capture.layers.items():
-            parameters = [p for p in self._capture.parameters_of(layer) if p is not None]
+            parameters = [p for unit in self._capture.units_of(layer) for p in unit]
             if layer in self._capture.misbehaving:
                 reasons[name] = self._capture.misbehaving[layer]
             elif name in self._rewriter.uncaptured:
@@ -849,7 +872,8 @@ class Consequentialism:
         found = {}
         for name, layer in self._capture.layers.items():
             weight, kind = self._capture.parameters_of(layer)[0], kind_of(layer)
-            assert kind is not None
+            if kind is None:
+                continue  # several products, which have no averages
             operation = kind.of(layer)
             found[name] = weight, operation.groups, operation.features if weight.requires_grad else 0
         return found

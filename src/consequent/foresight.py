@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from consequent.capture.records import Record
 from consequent.capture.use import Use
 from consequent.layers.operation import at_least_float32
+from consequent.statistics.joint import JointInputs
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,6 +90,8 @@ class Watch:
         self.before: dict[Tensor, Tensor] = {}
         self.watched: list[_Watched] = []
         for record in records:
+            if isinstance(record.statistic, JointInputs):
+                continue  # of which no ΔZ is seen
             for parameter in (record.weight, *record.biases):
                 self.before[parameter] = parameter.detach().clone()
             uses = list(record.uses)

@@ -35,6 +35,17 @@ class LastState(nn.Module):
         return self.head(self.recurrent(x)[0][-1])
 
 
+class LastStep(nn.Module):
+    """The same without a layer that knows which dimension is which."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(x)[-1]
+
+
 class Graph(nn.Module):
     """Edges [2, edges] come first."""
 
@@ -66,7 +77,7 @@ def cross_entropy(outputs, **options):
 
 
 IMPLAUSIBLE = {
-    "sequence first": (LastState, lambda m: m(torch.randn(9, 4, 3)).square().mean(), r"9 samples.*\[4, 2\]"),
+    "sequence first": (LastStep, lambda m: m(torch.randn(9, 4, 3)).square().mean(), r"9 samples.*\[4, 2\]"),
     "edges first": (
         Graph,
         lambda m: m(torch.randint(0, 5, (2, 8)), torch.randn(5, 3)).square().mean(),
@@ -113,6 +124,7 @@ PLAUSIBLE = {
     "vectors for tokens, and no cross-entropy": (Tokens, lambda m: m(SEQUENCES).square().mean()),
     "one sequence": (Tokens, lambda m: functional.cross_entropy(m(SEQUENCES[:1, :1])[0], LABELS[0, :1])),
     "classes": (Tokens, lambda m: functional.cross_entropy(m(SEQUENCES[:, 0]), LABELS[:, 0])),
+    "sequence first, in a recurrent layer": (LastState, lambda m: m(torch.randn(9, 4, 3)).square().mean()),
     "parts": (LastState, lambda m: m.head(m.recurrent(torch.randn(9, 4, 3))[0][-1]).square().mean()),
 }
 

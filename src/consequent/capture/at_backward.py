@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 
 from consequent.capture.torch_internals import apply_of, backward_pass_id, will_run
 from consequent.capture.uncompiled import leave_uncompiled
-from consequent.capture.use import Entry, Use
+from consequent.capture.use import Entry, JointUse, Use
 from consequent.maths.damping import Damping
 
 # Forward passes whose backward pass has not come yet; more are forgotten.
@@ -165,12 +165,7 @@ class BackwardCorrector:
         self, use: Use, weight: Tensor, bias: Tensor | None, *, is_compiled: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Stand-ins for the parameters that are corrected, behind which is their gate."""
-        held, leaves = self._parameters(use, weight, bias)
-        known = self._gates.get(id(use.weight))
-        if known is None or not known[0].is_for(leaves):
-            gate = Gate(self._self, leaves, held)
-            outputs = (_apply_uncompiled_gate if is_compiled else _apply_gate)(gate, *leaves)
-            known = self._gates[id(use.weight)] = gate, outputs if isinstance(outputs, tuple) else (outputs,)
+        known = self._gate_of(use, *self._parameters(use, weight, bias), is_compiled=is_compiled)
         stand_ins = known[1]
         if use.trains_weight:
             weight = stand_ins[0]
@@ -179,6 +174,26 @@ class BackwardCorrector:
                 if parameter is use.bias:
                     bias = stand_in
         return weight, bias
+
+    def before_joint(self, use: JointUse, parameters: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Stand-ins for a unit's parameters, behind which is their gate."""
+        leaves = tuple(parameter for parameter in parameters if parameter is not None)
+        stand_ins = iter(self._gate_of(use, leaves, leaves, is_compiled=True)[1])
+        return tuple(None if parameter is None else next(stand_ins) for parameter in parameters)
+
+    def joint_left_plain(self, use: Use) -> None:
+        """Nothing is kept of it."""
+
+    def _gate_of(
+        self, use: Use, held: tuple[Tensor, ...], leaves: tuple[Tensor, ...], *, is_compiled: bool
+    ) -> tuple[Gate, tuple[Tensor, ...]]:
+        """The gate, and the stand-ins before it, of parameters: as the optimiser holds them, and as the layer does."""
+        known = self._gates.get(id(use.weight))
+        if known is None or not known[0].is_for(leaves):
+            gate = Gate(self._self, leaves, held)
+            outputs = (_apply_uncompiled_gate if is_compiled else _apply_gate)(gate, *leaves)
+            known = self._gates[id(use.weight)] = gate, outputs if isinstance(outputs, tuple) else (outputs,)
+        return known
 
     def _parameters(
         self, use: Use, weight: Tensor, bias: Tensor | None

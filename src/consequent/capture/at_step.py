@@ -18,11 +18,12 @@ from consequent.capture.torch_internals import (
     version_of,
     will_run,
 )
-from consequent.capture.use import Entry, Use
+from consequent.capture.use import Entry, JointUse, Use
 from consequent.engines.gpu.beside_backward import Ahead
 from consequent.maths.damping import Damping
 from consequent.ranks.sharded_tensors import is_sharded
 from consequent.statistics.averages import Averages
+from consequent.statistics.joint import JointInputs
 from consequent.statistics.rows import Rows
 
 # The weight of a parameter's first use in a pass, the sum of the gradients that its uses handed over, and its version.
@@ -96,6 +97,8 @@ class StepCorrector:
             self._ahead.join_on(output_grad.device)  # an earlier use may be waiting to be reduced, or being reduced
         record.add(use, inputs, output_grad, idle=self._averages.is_idle(use))
         statistic = record.statistic
+        if isinstance(statistic, JointInputs):
+            record.statistic = statistic.reduced(self._damping_of(use.key))
         if not isinstance(statistic, Rows):
             if not self._keep_rows:
                 use.let_go()
@@ -115,6 +118,14 @@ class StepCorrector:
             self._ahead.add(record, damping)
         else:
             record.reduce(keep_rows=self._keep_rows)
+
+    def joint_left_plain(self, use: Use) -> None:
+        """What was recorded for its unit does not count."""
+        self.records.pop(use.weight, None)
+
+    def before_joint(self, use: JointUse, parameters: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Does not happen: gradients are not replaced yet."""
+        return parameters
 
     def transpose_reached(self, use: Use, output_grad: Tensor, weight_grad: Tensor, node: Node) -> None:
         """The weight acts in ``Wᵀ ΔZ``, too."""

@@ -14,11 +14,13 @@ from consequent.capture.product import Listener
 from consequent.capture.samples import Entries
 from consequent.capture.torch_internals import backward_pass_id, running_node
 from consequent.capture.uncompiled import mark_uncompiled_functions
-from consequent.capture.use import Use
+from consequent.capture.use import JointUse, Use
 from consequent.capture.watched import unwatch, watch
 from consequent.engines.gpu.compiled_ahead import compile_ahead
 from consequent.engines.gpu.streams import event_in_graph
-from consequent.layers import Operation
+from consequent.layers import Operation, joint_of
+from consequent.layers.joint import Unit
+from consequent.layers.linear import Linear
 from consequent.ranks.sharded_tensors import is_sharded
 
 
@@ -104,26 +106,38 @@ class Capture:
         self.parameters_seen = object()
         self._parameters.clear()
         for layer in named_layers.values():
-            if is_sharded(layer.weight):
+            if joint_of(layer) is None and is_sharded(layer.weight):
                 self._sharded[layer] = layer.weight, getattr(layer, "bias", None)  # type: ignore[assignment]
 
     def parameters_of(self, layer: nn.Module) -> tuple[Tensor, Tensor | None]:
-        """The layer's weight and bias as the optimiser holds them."""
+        """The layer's weight and bias as the optimiser holds them; of a module with several, the first weight."""
         sharded = self._sharded.get(layer) if self._sharded else None
         if sharded is not None:
             return sharded
         own: Any = layer._parameters
         if "weight" in own and "bias" in own:  # far faster than the layer's attributes
             return own["weight"], own["bias"]
+        joint = joint_of(layer)
+        if joint is not None:
+            weight = joint.parameters(layer)[0][0]
+            assert weight is not None
+            return weight, None
         return layer.weight, getattr(layer, "bias", None)  # type: ignore[return-value]
+
+    def units_of(self, layer: nn.Module) -> list[list[Tensor]]:
+        """The parameters that are solved for together, the one they are known by first, as the optimiser has them."""
+        joint = joint_of(layer)
+        if joint is not None:
+            return [[p for p in unit if p is not None] for unit in joint.parameters(layer)]
+        return [[p for p in self.parameters_of(layer) if p is not None]]
 
     def _biases_by_weight(self) -> dict[Tensor, list[Tensor]]:
         found: dict[Tensor, dict[Tensor, None]] = {}
-        for layer in self.layers.values():
-            weight, bias = self.parameters_of(layer)
+        for weight, *others in [unit for layer in self.layers.values() for unit in self.units_of(layer)]:
             biases = found.setdefault(weight, {})
-            if bias is not None and bias.requires_grad and self.wants(bias):
-                biases[bias] = None
+            for other in others:
+                if other.requires_grad and self.wants(other):
+                    biases[other] = None
         return {weight: list(biases) for weight, biases in found.items()}
 
     def remove(self) -> None:
@@ -196,6 +210,51 @@ class Capture:
         )
         if inputs.is_cuda:
             use.inputs_there = event_in_graph()
+        if recomputed is not None:
+            recomputed.add(use)
+        return use
+
+    def joint_use_of(
+        self, layer: nn.Module, unit: Unit, inputs: Tensor, samples: int, *, leads: bool
+    ) -> JointUse | None:
+        """The call of one of a module's units, if something in it is to be corrected.
+
+        Args:
+            layer: the module.
+            unit: of it.
+            inputs: as they are about to be used.
+            samples: how many these have.
+            leads: whether in their leading dimension.
+        """
+        if layer in self.misbehaving or layer not in self.names:
+            return None
+        parameters = tuple(p if p is not None and p.requires_grad and self.wants(p) else None for p in unit.parameters)
+        weight = unit.parameters[0]
+        assert weight is not None
+        if all(parameter is None for parameter in parameters):
+            return None
+        backward_pass, recomputed = backward_pass_id(), None
+        if backward_pass != -1:
+            recomputed = self._recomputed_by_running_node()
+            known = None if recomputed is None else recomputed.next_of(layer, weight)
+            if known is not None:
+                assert isinstance(known, JointUse)
+                return known
+        features = sum(unit.features)
+        use = JointUse(
+            layer,
+            Linear(1, features, weight.shape[0], (weight.shape[0], features)),
+            weight,
+            None,
+            parameters[0] is not None,
+            self.entries.entry_for(layer, inputs, samples, leads),
+            0,
+            weight.dtype,
+            samples,
+            recomputed_in=backward_pass,
+            parameters=parameters,
+            parts=unit.parts,
+        )
         if recomputed is not None:
             recomputed.add(use)
         return use

@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 
 from consequent.capture.torch_internals import apply_of, is_returned, will_run
 from consequent.capture.uncompiled import leave_uncompiled
-from consequent.capture.use import Use
+from consequent.capture.use import JointUse, Use
 from consequent.layers import Operation
 
 
@@ -68,6 +68,17 @@ class Listener(Protocol):
 
     def after_product(self, use: Use, outputs: Tensor) -> None:
         """The product was computed, and is a node of the graph."""
+
+    def before_joint(self, use: JointUse, parameters: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """What a unit of several parameters is computed with in place of them.
+
+        Args:
+            use: the call, of which nothing is computed yet.
+            parameters: the unit's; None where they are not corrected.
+        """
+
+    def joint_left_plain(self, use: Use) -> None:
+        """A unit that was to be corrected is not, from now on."""
 
 
 class Call:

@@ -11,12 +11,13 @@ from torch import Tensor
 from consequent.capture.beside import Beside
 from consequent.capture.gradient_mark import GradMark
 from consequent.capture.torch_internals import answers_at_once
-from consequent.capture.use import Entry, Use
+from consequent.capture.use import Entry, JointUse, Use
 from consequent.engines.gpu.streams import event_in_graph
 from consequent.layers import Operation
 from consequent.ranks.sharded_tensors import is_nonzero, is_sharded, local
 from consequent.statistics.averages import Idle
 from consequent.statistics.blocks import Blocks, Cuts
+from consequent.statistics.joint import JointInputs
 from consequent.statistics.moment import Moment
 from consequent.statistics.rows import Rows
 from consequent.statistics.statistic import Statistic
@@ -108,10 +109,7 @@ class Record:
     @property
     def members(self) -> list[Tensor]:
         """The parameters that are solved for together."""
-        statistic = self.statistic
-        if statistic is None:
-            return list(self.beside.others)
-        return [self.weight, *statistic.biases] if statistic.uses[0].trains_weight else list(statistic.biases)
+        return list(self.beside.others) if self.statistic is None else self.statistic.members
 
     @property
     def grads(self) -> list[Tensor]:
@@ -298,6 +296,8 @@ class Record:
 
 def _of_one(use: Use) -> Statistic:
     """The statistic that a weight's first use begins with."""
+    if isinstance(use, JointUse):
+        return JointInputs.of(use)
     if not use.operation.is_sparse:
         return Rows.of(use)
     return Counts.of(use) if use.operation.is_diagonal else Bags.of(use)

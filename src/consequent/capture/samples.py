@@ -81,7 +81,7 @@ class Entries:
             self.latest = Entry(layer, samples, inputs.numel())
             return self.latest
         if not is_batched and inputs.numel() == entry.elements and _is_data(inputs, entry):
-            entry.samples = 1  # one sample without a leading dimension entered the model
+            entry.samples = max(samples, 1)  # they are in no leading dimension of what entered the model
         return entry
 
     def called_without_graph(self, layer: nn.Module) -> None:

@@ -7,6 +7,7 @@ That all of them exist is tested when this module is imported.
 from collections.abc import Callable
 from datetime import timedelta
 from operator import attrgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -83,6 +84,20 @@ def leaf_of(node: Node | None) -> Tensor | None:
     """The parameter whose ``.grad`` the node adds to, if it is such a node."""
     leaf: Tensor | None = getattr(node, "variable", None)
     return leaf
+
+
+def is_made_of(tensor: Tensor, leaf: Tensor) -> bool:
+    """Whether the tensor was computed from the parameter, as far as autograd knows."""
+    waiting, seen = [tensor.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if leaf_of(node) is leaf:
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
 
 
 def comes_in_time(leaf: Tensor, accumulator: Node | None) -> bool:
@@ -197,6 +212,14 @@ def patience_of(group: Any) -> timedelta:
     """How long a process group of GPUs waits for a rank."""
     patience: timedelta = backend_of(group, torch.device("cuda")).options._timeout
     return patience
+
+
+def with_globals(function: Any, **others: Any) -> Callable[..., Any]:
+    """A function of torch that is written in Python, with others in the place of some that it calls."""
+    known = {**function.__globals__, **others}
+    copied = FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 # How many times a tensor was written to, as far as torch can tell.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from consequent.capture.torch_internals import version_of
 from consequent.engines.gpu.streams import event_in_graph
 from consequent.layers import Operation
+from consequent.layers.joint import Part
 
 
 @dataclass(eq=False, slots=True)
@@ -139,3 +140,34 @@ class Use:
                 f"the inputs of {self.layer} were overwritten between backward() and step(), which corrects with them; "
                 "fill the buffer with the next batch after optimizer.step()"
             )
+
+
+@dataclass(eq=False, slots=True)
+class JointUse(Use):
+    """One call of a unit of several parameters (:mod:`consequent.layers.joint`).
+
+    Its weight is the unit's first parameter, by which the unit is known. There is no ΔZ.
+
+    Attributes:
+        parameters: the unit's; None where they are not corrected.
+        parts: the products with them.
+        met: rows of each of the unit's inputs, ``[rows, features]``, once the backward pass was there.
+        grads: plain ones of the parameters, from one backward pass.
+    """
+
+    parameters: tuple[Tensor | None, ...] = ()
+    parts: tuple[Part, ...] = ()
+    met: tuple[Tensor, ...] = ()
+    grads: tuple[Tensor | None, ...] = ()
+
+    @property
+    def key(self) -> Tensor:
+        """The first parameter that is trained."""
+        return next(parameter for parameter in self.parameters if parameter is not None)
+
+    def take(self, inputs: Tensor | None, output_grad: Tensor) -> None:
+        """What was met is known already."""
+
+    def let_go(self) -> None:
+        """What was met is not needed any more."""
+        self.met = self.grads = ()

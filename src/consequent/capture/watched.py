@@ -4,7 +4,8 @@
 or a pickle of a watched layer is a plain one, and ``torch.compile``, which looks at classes, compiles anew.
 
 A subclass of a layer with a ``forward`` of its own keeps it: the calls of torch in it are looked at, and where it
-multiplies with the layer's weight, that goes through our product.
+multiplies with the layer's weight, that goes through our product; with ``at="backward"`` also where it multiplies with
+what it has made of that weight.
 """
 
 import copyreg
@@ -16,16 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from consequent.capture.joint import JointWatch
 from consequent.capture.product import Apply, Call, Listener, apply_product, apply_uncompiled_product
 from consequent.capture.torch_internals import (
     autocast_dtype,
     autocast_is_on,
+    is_made_of,
     transforms_are_active,
     unwrapped_if_left,
 )
 from consequent.capture.uncompiled import leave_uncompiled
 from consequent.capture.use import Use
-from consequent.layers import Operation, class_of, kind_of
+from consequent.layers import JOINTS, Operation, class_of, joint_of, kind_of
 from consequent.layers.operation import Canonical
 from consequent.ranks.sharded_tensors import is_sharded
 
@@ -44,8 +47,8 @@ _STRIDED, _FLOAT64 = torch.strided, torch.float64
 
 def watch(layer: nn.Module, capture: "Capture") -> None:
     """Let the capture see all calls of the layer from now on."""
-    new = Watch(layer, (capture,))  # now, or later, an optimiser may be collected that watched the layer, too
-    known: Watch | None = vars(layer).get(_KEY)
+    new = _watch_of(layer, (capture,))  # now, or later, an optimiser may be collected that watched the layer, too
+    known: Watch | JointWatch | None = vars(layer).get(_KEY)
     if known is not None and known.layer is layer:
         new.captures = (*known.captures, capture)
     vars(layer)[_KEY] = new
@@ -55,31 +58,40 @@ def watch(layer: nn.Module, capture: "Capture") -> None:
 
 def unwatch(layer: nn.Module, capture: "Capture") -> None:
     """The capture sees no more of the layer."""
-    known: Watch | None = vars(layer).get(_KEY)
+    known: Watch | JointWatch | None = vars(layer).get(_KEY)
     if known is None:
         return
     left = tuple(other for other in known.captures if other is not capture)
     if left:
-        vars(layer)[_KEY] = Watch(layer, left)
+        vars(layer)[_KEY] = _watch_of(layer, left)
         return
     del vars(layer)[_KEY]
     if type(layer) in _WATCHED:  # otherwise somebody has exchanged it in turn; without the key it is a plain layer
         layer.__class__ = type(layer).__mro__[1]
 
 
+def _watch_of(layer: nn.Module, captures: "tuple[Capture, ...]") -> "Watch | JointWatch":
+    return Watch(layer, captures) if joint_of(layer) is None else JointWatch(layer, captures)
+
+
 def _watched_class(cls: type[nn.Module]) -> type[nn.Module]:
     if cls in _CLASSES:
         return _CLASSES[cls]
     plain = cls.forward
+    is_joint = any(issubclass(cls, kind.module_types) for kind in JOINTS)
 
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the compiler must not look into what watches the layer
+            return _uncompiled(self, plain, args, kwargs)
         watch: Watch | None = self.__dict__.get(_KEY)
         if watch is None or watch.layer is not self:  # let go of, or a replica of nn.DataParallel
             return plain(self, *args, **kwargs)
-        if torch.compiler.is_compiling():
-            return _uncompiled(watch, plain, args, kwargs)
         return watch.called(plain, args, kwargs)
+
+    @functools.wraps(plain)
+    def joint_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _uncompiled(self, plain, args, kwargs)  # code of its own, which the compiler may give up
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         """A copy, or a pickle, is of the original class and not watched."""
@@ -90,6 +102,7 @@ def _watched_class(cls: type[nn.Module]) -> type[nn.Module]:
             function, arguments = object.__new__, (cls,)
         return (function, arguments, state, *rest)
 
+    forward = joint_forward if is_joint else forward
     members = {"forward": forward, "__reduce_ex__": reduce_ex, "__module__": cls.__module__, "__doc__": cls.__doc__}
     watched = type(cls.__name__, (cls,), members)
     watched.__qualname__ = cls.__qualname__
@@ -98,7 +111,10 @@ def _watched_class(cls: type[nn.Module]) -> type[nn.Module]:
     return watched
 
 
-def _uncompiled(watch: "Watch", plain: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _uncompiled(layer: nn.Module, plain: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    watch: Watch | JointWatch | None = layer.__dict__.get(_KEY)
+    if watch is None or watch.layer is not layer:
+        return plain(layer, *args, **kwargs)
     return watch.called(plain, args, kwargs, apply_uncompiled_product)
 
 
@@ -217,7 +233,8 @@ class _Looking(TorchFunctionMode):
         kwargs = kwargs or {}
         layer = self._watch.layer
         weight = args[1] if len(args) > 1 else kwargs.get("weight")
-        if weight is not layer._parameters.get("weight"):
+        own = layer._parameters.get("weight")
+        if weight is not own and not self._takes_computed(func, args, kwargs, weight, own):
             return func(*args, **kwargs)
         inputs = args[0] if args else kwargs.get("input")
         bias = args[2] if len(args) > 2 else kwargs.get("bias")
@@ -227,6 +244,21 @@ class _Looking(TorchFunctionMode):
         self.saw_product |= canonical is not None
         outputs = None if canonical is None else self._watch.product(canonical, inputs, weight, bias, self._apply)
         return func(*args, **kwargs) if outputs is None else outputs
+
+    def _takes_computed(self, func: Any, args: Any, kwargs: Any, weight: Any, own: Tensor | None) -> bool:
+        """Whether it is a product with a weight that was made of the layer's own (standardised, say).
+
+        That one's gradient is corrected where autograd computes it, and goes on to the layer's own weight through all
+        that was done to it. At the step there is no gradient of it any more.
+        """
+        if not isinstance(weight, Tensor) or own is None or weight.shape != own.shape or weight.grad_fn is None:
+            return False
+        if not all(capture.listener.replaces_gradients for capture in self._watch.captures):
+            return False
+        inputs = args[0] if args else kwargs.get("input")
+        if not isinstance(inputs, Tensor) or self._watch._operation.product_called(func, args, kwargs) is None:
+            return False
+        return is_made_of(weight, own)
 
 
 def _has_forward_of(layer: nn.Module, cls: type[nn.Module]) -> bool:

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from consequent.capture.at_backward import Gathered
 from consequent.capture.torch_internals import answers_at_once
-from consequent.capture.use import Use
+from consequent.capture.use import JointUse, Use
 from consequent.layers.embedding import Embedding, EmbeddingBag
 from consequent.maths.damping import Damping
 from consequent.maths.precision import in_full_precision
 from consequent.maths.ridge import solve_on
 from consequent.statistics.blocks import Cuts, block_moments, cuts_of, solve_in_blocks
 from consequent.statistics.gradients import trace_of
+from consequent.statistics.joint import JointInputs
 from consequent.statistics.moment import moment_of
 from consequent.statistics.row_matrices import RowMatrices
 from consequent.statistics.tables import coefficients_of_bags, divided_by_counts
@@ -51,6 +52,8 @@ def corrected_in_backward(
         largest_block: how many features are solved for together; None: all of them.
     """
     first = gathered.products[0].use
+    if isinstance(first, JointUse):
+        return _of_joint(gathered, damping, scale, may_wait=check or answers_at_once(first.key))
     if first.operation.is_sparse:
         corrected = _of_table(gathered, damping, scale)
         _add_arrived(corrected.gradients, gathered, damping, scale)
@@ -81,6 +84,32 @@ def corrected_in_backward(
     for use in uses:
         use.let_go()
     return corrected
+
+
+def _of_joint(gathered: Gathered, damping: Damping, scale: float, *, may_wait: bool) -> Corrected:
+    """New gradients of a unit of several parameters; what else arrived for them is added as it is."""
+    uses = [product.use for product in gathered.products]
+    statistic = JointInputs.of(uses[0])
+    for use in uses[1:]:
+        statistic = statistic.add(use)
+    parameters = statistic.use.parameters
+    plain: list[Tensor | None] = [None] * len(parameters)
+    for use in uses:
+        assert isinstance(use, JointUse)
+        plain = [g if p is None else p if g is None else p + g for p, g in zip(plain, use.grads, strict=True)]
+    solved = statistic.reduced(damping).solve_for(plain, damping, may_wait=may_wait)
+    gradients: dict[Tensor, Tensor] = {}
+    for parameter, gradient in zip(parameters, solved.gradients, strict=True):
+        if parameter is not None and gradient is not None:
+            gradient = gradient * scale
+            if solved.finite is not True:
+                gradient = torch.where(torch.as_tensor(solved.finite, device=gradient.device), gradient, torch.nan)
+            gradients[parameter] = gradient
+    for parameter, arrived in gathered.arrived.items():
+        gradients[parameter] = gradients[parameter] + arrived if parameter in gradients else arrived
+    for use in uses:
+        use.let_go()
+    return Corrected(gradients, solved.side, solved.finite, solved.rescued, solved.fallen_back)
 
 
 def _add_arrived(gradients: dict[Tensor, Tensor], gathered: Gathered, damping: Damping, scale: float) -> None:

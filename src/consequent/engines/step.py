@@ -35,7 +35,6 @@ from consequent.reports.guards import (
 )
 from consequent.reports.reports import Reports, shown
 from consequent.statistics.averages import Averages
-from consequent.statistics.gradients import trained
 from consequent.statistics.solution import Solution
 
 # Each work goes to the first engine that takes it.
@@ -153,7 +152,7 @@ class Rewriter:
                 self._watch.note_corrected()
             for record in records:
                 if record.stands_for is None:
-                    record.mark_corrected(trained(record))
+                    record.mark_corrected([p for p in record.members if p.grad is not None])
                 else:
                     hand_over(record)
                     record.stands_for.mark_corrected(record.stands_for.members)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from consequent.layers import KINDS, kind_of
+from consequent.layers import JOINTS, KINDS, joint_of, kind_of
 from consequent.ranks.sharded_tensors import is_sharded, why_not_by_rows
 
 Pattern = type[nn.Module] | str | re.Pattern[str]
@@ -47,19 +47,25 @@ def select_layers(model: nn.Module, include: Patterns | None, exclude: Patterns)
     for name, module in named.items():
         if not _has_parameters(module):
             continue
-        kind = kind_of(module)
-        if kind is None:
+        parent = named.get(name.rpartition(".")[0]) if name else None
+        if isinstance(parent, nn.MultiheadAttention) and name.rpartition(".")[0] in corrected:
+            continue  # its parameters are those of the attention
+        kind, joint = kind_of(module), joint_of(module)
+        if kind is None and joint is None:
             reason = f"{type(module).__name__} is none of the layers that can be corrected"
         elif name in unwanted:
             reason = "excluded"
         elif wanted is not None and name not in wanted:
             reason = "not included"
-        elif wanted is None and not kind.corrected_by_default:
+        elif joint is not None:
+            inside = [inner for inner in unwanted if inner.startswith(name + "." if name else "")]
+            reason = f"{inside[0]!r}, a part of it, is excluded" if inside else joint.why_not(module)
+        elif wanted is None and kind is not None and not kind.corrected_by_default:
             reason = (
                 f"{type(module).__name__} is corrected only where include= names it, beside the others that should be"
             )
         else:
-            reason = _why_not(name, module, named.get(name.rpartition(".")[0]))
+            reason = _why_not(name, module, parent)
         if reason is None:
             corrected[name] = module
         else:
@@ -84,7 +90,8 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _names_of_kinds() -> str:
-    return ", ".join(cls.__name__ for kind in KINDS for cls in kind.module_types)
+    kinds = [*(kind.module_types for kind in KINDS), *(joint.module_types for joint in JOINTS)]
+    return ", ".join(cls.__name__ for types in kinds for cls in types)
 
 
 def _why_not(name: str, module: nn.Module, parent: nn.Module | None) -> str | None:
@@ -105,7 +112,7 @@ def _why_not(name: str, module: nn.Module, parent: nn.Module | None) -> str | No
     if not weight.is_floating_point():
         return f"its weight is {weight.dtype}"
     if isinstance(parent, nn.MultiheadAttention):
-        return "nn.MultiheadAttention uses its weight without calling it"
+        return "nn.MultiheadAttention uses its weight without calling it, and is not corrected itself"
     if getattr(module, "bias", None) is not None and "bias" not in module._parameters:
         return "its bias is not a parameter of its own"
     return kind.why_not(module)
@@ -121,6 +128,12 @@ def _leave_out_shared(corrected: dict[str, nn.Module], plain: dict[str, str], na
     while True:  # what is left out may be shared in turn
         left_out: dict[str, str] = {}
         for name, layer in corrected.items():
+            joint = joint_of(layer)
+            if joint is not None:
+                its = [p for unit in joint.parameters(layer) for p in unit if p is not None]
+                for other in [other for p in its for other in owners[p] if named[other] not in layer.modules()]:
+                    left_out[name] = f"its parameters are shared with {other!r}"
+                continue
             for other in owners[_weight(layer)]:
                 if other not in corrected:
                     left_out[name] = f"its weight is shared with {other!r}, which is not corrected"
@@ -148,8 +161,7 @@ def _bias(layer: nn.Module) -> Tensor | None:
 
 def _shape(layer: nn.Module) -> Any:
     kind = kind_of(layer)
-    assert kind is not None
-    return kind.of(layer).shape
+    return joint_of(layer) if kind is None else kind.of(layer).shape
 
 
 def listed(patterns: Patterns, argument: str) -> list[Pattern]:

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD
 
-from consequent.layers import kind_of
+from consequent.layers import joint_of, kind_of
 from consequent.options.loss_divisor import named
 from consequent.options.parameter_groups import Groups
 from consequent.reports.reports import REMEDY
@@ -58,7 +59,12 @@ def describe(
     lines.append(f"  corrected ({len(corrected)}):")
     for name, layer in corrected.items():
         kind = kind_of(layer)
-        assert kind is not None
+        if kind is None:
+            solves = len(_weights_of(layer))
+            lines.append(
+                line(name, f"{type(layer).__name__}, {solves} {'solve' if solves == 1 else 'solves'}, by features")
+            )
+            continue
         operation = kind.of(layer)
         layer_type = type(layer).__name__ + (f" × {operation.groups} groups" if operation.groups > 1 else "")
         if not layer.weight.requires_grad:
@@ -76,7 +82,7 @@ def describe(
         lines.append(line(name, f"{layer_type}, {columns} input columns, {side}{without}"))
     lines.append(f"  plain ({len(plain)}):")
     lines += [line(name, reason) for name, reason in plain.items()]
-    if any(getattr(layer, "bias", None) is not None for layer in corrected.values()):
+    if any(isinstance(getattr(layer, "bias", None), Tensor) for layer in corrected.values()):
         lines.append("  input columns: those of the layer's inputs, and one of ones for its bias if it has one")
     if correction.bound is not None:
         lines.append(f"  bound: {_bound_in_words(correction)}")
@@ -98,6 +104,12 @@ def describe(
     return "\n".join(lines)
 
 
+def _weights_of(layer: nn.Module) -> list[Any]:
+    """What the solves of a layer are known by."""
+    joint = joint_of(layer)
+    return [layer.weight] if joint is None else [unit[0] for unit in joint.parameters(layer)]
+
+
 def _bound_in_words(correction: "Consequentialism") -> str:
     """What it does, or why it does nothing."""
     optimizer = correction.optimizer
@@ -108,6 +120,6 @@ def _bound_in_words(correction: "Consequentialism") -> str:
     if optimizer is not None and not isinstance(optimizer, SGD):
         return f"off, as it is for SGD alone: steps of {type(optimizer).__name__} may have a length of their own"
     trained = [layer for layer in correction.corrected.values() if any(p.requires_grad for p in layer.parameters())]
-    if len({layer.weight for layer in trained}) < 2:
+    if len({weight for layer in trained for weight in _weights_of(layer)}) < 2:
         return "off where one weight alone is corrected, which lands where it should"
     return f"one step of SGD changes a layer's outputs by at most {correction.bound:g} of the size of its inputs"

@@ -33,7 +33,7 @@ def _doubt(entry: Entry) -> str | None:
         f"the loss is taken for a mean over {entry.samples} samples, the leading dimension of the first tensor that "
         f"entered the model, which has shape {list(inputs)}"
     )
-    if outputs[0] != entry.samples:
+    if outputs[0] != entry.samples == inputs[0]:  # otherwise a layer knew better than the leading dimension
         return f"{counted}; but the outputs have shape {list(outputs)}. {_REMEDY}"
     if entry.has_mean_over_tokens:
         return (

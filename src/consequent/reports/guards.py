@@ -161,9 +161,9 @@ def refuse_uncaptured(
     for name, layer in capture.layers.items():
         if layer in capture.misbehaving or name in listed:
             continue
-        weight, bias = capture.parameters_of(layer)
-        record = corrector.records.get(weight)
-        for parameter in (weight,) if bias is None else (weight, bias):
+        for parameter, record in [
+            (p, corrector.records.get(unit[0])) for unit in capture.units_of(layer) for p in unit
+        ]:
             if parameter.grad is None or not owns(parameter):
                 continue
             if record is not None and (record.was_corrected(parameter) or parameter in record.beside.others):
@@ -182,12 +182,12 @@ def uncaptured_layers(
     """Names of layers whose weight got a gradient although none of their own products was reached."""
     seen = {id(record.weight) for record in records}
     for name, layer in capture.layers.items():
-        weight, _ = capture.parameters_of(layer)
-        if id(weight) in seen or layer in capture.misbehaving or not owns(weight) or weight.grad is None:
-            continue
-        record = corrector.records.get(weight)
-        if (record is None or not record.was_corrected(weight)) and has_gradient(weight):
-            yield name  # otherwise nobody zeroed it since the last step
+        for weight in [unit[0] for unit in capture.units_of(layer)]:
+            if id(weight) in seen or layer in capture.misbehaving or not owns(weight) or weight.grad is None:
+                continue
+            record = corrector.records.get(weight)
+            if (record is None or not record.was_corrected(weight)) and has_gradient(weight):
+                yield name  # otherwise nobody zeroed it since the last step
 
 
 def has_gradient(parameter: Tensor) -> bool:

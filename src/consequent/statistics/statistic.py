@@ -53,6 +53,12 @@ class Statistic(ABC):
         return None
 
     @property
+    def members(self) -> list[Tensor]:
+        """The parameters that are solved for together."""
+        first = self.uses[0]
+        return [first.weight, *self.biases] if first.trains_weight else list(self.biases)
+
+    @property
     def operation(self) -> Operation:
         """That of a layer which uses the weight (all of them have the same shape)."""
         return self.uses[0].operation

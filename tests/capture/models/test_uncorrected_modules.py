@@ -8,18 +8,6 @@ import consequent
 from models.expected import check_same_grads, check_training, expected_backward, half_squares, twin_of
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(9, 4)
-        self.gru = nn.GRU(4, 5, batch_first=True)
-        self.norm = nn.LayerNorm(5)
-        self.readout = nn.Linear(5, 2)
-
-    def forward(self, tokens):
-        return self.readout(self.norm(self.gru(self.embedding(tokens))[0][:, -1]))
-
-
 class Scaled(nn.Module):
     """A parameter of the root module's own."""
 
@@ -42,7 +30,6 @@ MODELS = {
         lambda: torch.randn(4, 3, dtype=torch.float64),
         ["0", "3"],
     ),
-    "gru": (Recurrent, lambda: torch.arange(12).view(4, 3) % 9, ["readout"]),
     "own-parameter": (Scaled, lambda: torch.randn(4, 3, dtype=torch.float64), ["layer"]),
 }
 

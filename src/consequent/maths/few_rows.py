@@ -1,0 +1,55 @@
+r"""The formula from the plain gradient alone, where there are fewer rows than columns.
+
+``G = ΔZᵀX`` lies in the span of the rows of X. Rounding takes it out of there, and ``G (XᵀX + λI)⁻¹`` divides what is
+outside by λ alone, by which it may become larger than everything else. So it is brought back into the span first,
+
+    ``G (XᵀX + λI)⁻¹ = (G Xᵀ) (X Xᵀ)⁺ (X Xᵀ + λI)⁻¹ X``
+
+in float64, of which the matrices are no larger than there are rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from consequent.maths.damping import Level
+from consequent.maths.ridge import add_to_diagonal
+
+# Directions in which the rows are so much shorter than G was rounded by, in units of eps, are not the rows' any more.
+_ROUNDINGS = 32
+
+
+class InSpan(NamedTuple):
+    """What :func:`solve_in_span` found.
+
+    Attributes:
+        gradient: ``[out_features, columns]``, float64.
+        trace: of ``X Xᵀ``.
+    """
+
+    gradient: Tensor
+    trace: Tensor
+
+
+def solve_in_span(rows: Tensor, gradient: Tensor, level: Level) -> InSpan:
+    """``G (XᵀX + λI)⁻¹`` for what of G is in the span of the rows; λ = 0 is the pseudo-inverse.
+
+    Does not look at the numbers: NaN or inf, and nothing else, gives NaN.
+
+    Args:
+        rows: X, ``[rows, columns]``.
+        gradient: G, ``[out_features, columns]``.
+        level: λ.
+    """
+    X, G = rows.double(), gradient.double()
+    gram = X @ X.mT
+    trace = gram.diagonal().sum()
+    rounding = max((_ROUNDINGS * torch.finfo(gradient.dtype).eps) ** 2, len(gram) * torch.finfo(gram.dtype).eps)
+    least = torch.where(trace > 0, rounding * trace, 1)
+    damped = torch.maximum(level.at(trace), least)
+    values = G @ X.mT
+    for added in (least, damped):
+        factor, _ = torch.linalg.cholesky_ex(add_to_diagonal(gram, added[None, None]))
+        values = torch.cholesky_solve(values.mT, factor).mT
+    return InSpan(values @ X, trace)

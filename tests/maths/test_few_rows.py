@@ -1,0 +1,58 @@
+"""The formula from the plain gradient alone, with fewer rows than columns."""
+
+import pytest
+import reference
+import torch
+
+from consequent.maths.damping import Damping
+from consequent.maths.few_rows import solve_in_span
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("damping", [0.0, 1e-8, 1e-2, 10.0, ("relative", 0.1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 19])
+def test_as_with_output_gradients(rows, dtype, damping):
+    X, dZ = normal(rows, 20).to(dtype), normal(rows, 3, seed=1).to(dtype)
+    given = Damping(damping[1], relative=True) if isinstance(damping, tuple) else Damping(damping)
+    found = solve_in_span(X, dZ.T @ X, given.level(rows, 20))
+    expected = reference.consequential_gradient(X.double().numpy(), dZ.double().numpy(), damping)
+    error = reference.relative_error(found.gradient.numpy(), expected)
+    assert error < (1e-3 if dtype == torch.float32 else 1e-9)
+    torch.testing.assert_close(found.trace, X.double().square().sum())
+
+
+def test_rounding_outside_of_the_span_is_not_divided_by_the_damping():
+    """What the feature side does: for it, see how far it is off."""
+    X, dZ = normal(4, 30).float(), normal(4, 3, seed=1).float()
+    G, damping = dZ.T @ X, 1e-6
+    expected = reference.consequential_gradient(X.double().numpy(), dZ.double().numpy(), damping)
+    found = solve_in_span(X, G, Damping(damping).level(4, 30)).gradient
+    moment = X.double().T @ X.double() + damping * torch.eye(30, dtype=torch.float64)
+    by_features = torch.linalg.solve(moment, G.double().T).T
+    assert reference.relative_error(found.numpy(), expected) < 1e-5
+    assert reference.relative_error(by_features.numpy(), expected) > 1e-2
+
+
+def test_rows_that_are_there_twice():
+    X, dZ = normal(3, 12).repeat(2, 1), normal(6, 2, seed=1)
+    found = solve_in_span(X, dZ.T @ X, Damping(0.03).level(6, 12))
+    expected = reference.consequential_gradient(X.numpy(), dZ.numpy(), 0.03)
+    assert reference.relative_error(found.gradient.numpy(), expected) < 1e-9
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.1])
+def test_rows_of_zeros(damping):
+    found = solve_in_span(torch.zeros(3, 5), torch.zeros(2, 5), Damping(damping, relative=True).level(3, 5))
+    assert torch.equal(found.gradient, torch.zeros(2, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_bad_numbers_give_nan(bad):
+    X = normal(3, 5)
+    X[0, 0] = bad
+    found = solve_in_span(X, normal(2, 5), Damping(0.1).level(3, 5))
+    assert not found.gradient.isfinite().all()
