@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from consequent_lab.paper.entries import seconds_of
 from torch import nn
 
 import consequent
@@ -16,7 +17,6 @@ from consequent_lab.faults.record import recorded
 from consequent_lab.faults_command import table
 from consequent_lab.paper import learning_rates, mlp, resnet20
 from consequent_lab.paper.archive import Archive
-from consequent_lab.paper.entries import seconds_of
 from consequent_lab.paper.experiments import experiments, find
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -61,6 +61,10 @@ class KeptRun:
         curve = self.curve(reading)
         return curve[-1][1] if curve else None
 
+    def at(self, reading: str, iteration: float) -> float | None:
+        """Returns the value of a reading at an iteration, or None if there is none."""
+        return dict(self.curve(reading)).get(iteration)
+
 
 class Archive:
     """Runs under some folders; of a run that is finished in several, the first one counts. A run is read once.

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from synthetic import by_reading, entry, kept
+from synthetic import by_reading, contestant, kept
 
-from consequent_lab.paper.entries import race_kept, search_figure, seconds_note, seconds_of
+from consequent_lab.paper.kept_contestants import circumstances, race_kept, search_figure, seconds_note, seconds_of
 from consequent_lab.paper.mlp_recipe import race
 from consequent_lab.paper.rates import Chosen, Searched
 
@@ -21,7 +21,7 @@ def test_seconds_are_the_median_of_the_later_iterations():
 
 def test_seconds_are_those_timed_alone_or_else_the_runs_own_in_figures_only():
     run = kept(by_reading(100, train_loss=[1.0, 0.5]))
-    own, timed = entry("SGD", run), entry("C-SGD", run, seconds=0.5)
+    own, timed = contestant("SGD", run), contestant("C-SGD", run, seconds=0.5)
     assert own.curves("train_loss", "seconds") == []
     assert own.series(["train_loss"])[0].columns["seconds"] == [1.0, 2.0]
     assert timed.curves("train_loss", "seconds") == [[(50.0, 1.0), (100.0, 0.5)]]
@@ -33,7 +33,7 @@ def test_seconds_are_those_timed_alone_or_else_the_runs_own_in_figures_only():
 
 
 def test_the_search_figure_tells_of_extensions_and_abandoned_rates():
-    plain = entry("SGD")
+    plain = contestant("SGD")
     caption = search_figure("search", race(), {"panel": [plain]}).caption
     assert "extended" not in caption
     assert "failed" not in caption
@@ -62,3 +62,14 @@ class Kept:
 )
 def test_the_full_experiment_comes_before_the_small_one(names, expected):
     assert race_kept(race, Kept(*names)).name == expected
+
+
+def test_test_accuracy_seeds_and_search_are_beside_a_verdict():
+    runs = [kept(by_reading(100, test_accuracy=[0.5, last]), seed=seed) for seed, last in enumerate((0.6, 0.7))]
+    text = circumstances(race(), [contestant("C-SGD", *runs), contestant("SGD", runs[0]), contestant("Adam")])
+    assert text == (
+        "Test accuracy in % at the end: C-SGD 65.0 (60.0–70.0), SGD 60.0. Seeds: 1 or 2. Search: 1 learning rates "
+        "each, one seed, 2 epochs."
+    )
+    assert "at iteration 100: C-SGD 50.0" in circumstances(race(), [contestant("C-SGD", *runs)], at=100)
+    assert circumstances(race(), [contestant("Adam")]) == ""
