@@ -5,8 +5,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Verdict = Literal["holds", "holds in part", "does not hold", "not measured"]
-# A toy or algebra; a small network on the digits; the paper's own networks and data.
-Kind = Literal["toy", "digits", "empirical"]
+Kind = Literal["empirical", "digits", "toy"]
+# What was looked at, in the order in which it counts.
+KINDS: dict[Kind, str] = {
+    "empirical": "the paper's networks and data",
+    "digits": "small networks on the digits",
+    "toy": "toys and algebra",
+}
 Number = float | None  # None: not measured there
 
 
