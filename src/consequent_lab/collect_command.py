@@ -1,4 +1,4 @@
-"""`consequent collect`: the paper's runs as small files that can be kept in a repository."""
+"""`consequent collect`: the paper's runs, a compact file for each experiment, to be kept in a repository."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,17 +6,17 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Collect:
-    """Write every run of the paper's experiments as one compact file of JSON lines.
+    """Write the runs of the paper's experiments as compact files of JSON lines.
 
     A run that is not finished is written as far as it got, and says so.
 
-    Whatever reads run folders reads these files, too: OUTPUT/<recipe>/<variant>/seed<k>.jsonl.
+    Whatever reads run folders reads these files, too: OUTPUT/<recipe>.jsonl.
     """
 
     runs: Path = Path("runs")
     """Where run folders are."""
     output: Path = Path("results/paper")
-    """Where the files go; those of runs that are not in RUNS stay as they are."""
+    """Where the files go; what they have of runs that are not in RUNS stays as it is."""
     quick: bool = False
     """Those of `consequent reproduce --quick` instead."""
 
@@ -31,9 +31,9 @@ class Collect:
         archive = Archive(self.runs, unfinished=True)
         size = count = 0
         for recipe in recipe_names(self.quick):
-            for variant in archive.variants(recipe):
-                for run in archive.runs(recipe, variant):
-                    size += write_compact(run, self.output).stat().st_size
-                    count += 1
+            runs = [run for variant in archive.variants(recipe) for run in archive.runs(recipe, variant)]
+            if runs:
+                size += write_compact(runs, self.output).stat().st_size
+                count += len(runs)
         screen = console()
         screen.print(f"{count} runs, {size / 1e6:.2f} MB: {self.output}", markup=False, soft_wrap=True)

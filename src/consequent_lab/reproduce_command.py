@@ -15,8 +15,14 @@ if TYPE_CHECKING:  # The command line reads this file for its options; torch is 
     from consequent_lab.paper.recipes import Recipe
     from consequent_lab.paper.schedule import Summary
 
-Name = Literal["loss-surface", "output-paths", "filters", "mlp", "resnet20", "learning-rates", "all"]
+Name = Literal[
+    "loss-surface", "output-paths", "filters", "mlp", "resnet20", "learning-rates", "inside", "digits", "all"
+]
 WORKERS_OF_A_GPU = 4
+MACHINERY = (
+    "This was the machinery on the digits: it shows that everything works, and gives no verdicts on the paper. Those "
+    "are made from full runs (leave out --quick)."
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,9 @@ class Reproduce:
             _report_runs(screen, summary, recipes, archive, self.steps)
             failures = summary.failed
         for finding in find(self._names(), *roots):
-            _show(screen, finding)
+            _show(screen, finding, with_verdicts=not (self.quick or finding.is_small))
+        if self.quick:
+            screen.print(f"\n{MACHINERY}", markup=False, soft_wrap=True)
         if failures:
             listed = "\n".join(f"  {name}: {text}" for name, text in failures.items())
             raise ValueError(f"{len(failures)} run(s) failed:\n{listed}")
@@ -144,8 +152,14 @@ def _report_runs(
     screen.print(f"{text}.", markup=False)
 
 
-def _show(screen: "Console", finding: "Finding") -> None:
+def _show(screen: "Console", finding: "Finding", with_verdicts: bool) -> None:
     screen.print(f"\n[bold]{finding.title}[/bold]")
+    if not with_verdicts:
+        screen.print(f"  {finding.summary}", markup=False, soft_wrap=True)
+        return
     for statement in finding.statements:
-        screen.print(f"  {statement.verdict.upper()}: {statement.paper}", markup=False, soft_wrap=True)
-        screen.print(f"    {statement.measured}", markup=False, soft_wrap=True)
+        share = f" ({statement.share})" if statement.share else ""
+        screen.print(f"  {statement.verdict.upper()}{share}: {statement.paper}", markup=False, soft_wrap=True)
+        for text in (statement.measure, statement.measured, statement.circumstances):
+            if text:
+                screen.print(f"    {text}", markup=False, soft_wrap=True)

@@ -55,12 +55,12 @@ def loss_surface():
         Statement(
             "The proposed algorithm moves the parameters directly towards the optimum values, regardless of the "
             "learning rate.",
-            "Largest distance from the straight line ÷ its length: 2e-13 at 0.48 and 1e-12 at 0.1.",
-            "holds",
+            "toy",
+            "Largest distance from the straight line ÷ its length; holds below 1e-6.",
+            "2e-13 at 0.48 and 1e-12 at 0.1.",
+            (True, True),
         ),
-        Statement(
-            "At the high rate SGD oscillates along one axis; momentum reduces that.", "Both do.", "does not hold"
-        ),
+        Statement("Momentum reduces the oscillations of SGD.", "toy", "Swings.", "Both swing.", (False,)),
     ]
     table = Table("The paths measured", ["optimiser", "learning rate"], [["C-SGD", 0.48], ["SGD", 0.1]])
     summary = (
@@ -130,9 +130,17 @@ def resnet(points):
     )
     long = "C-SGD converged faster in the beginning and maintained its stability to the end of the training. " * 3
     statements = [
-        Statement(long, "99.99 % first at iteration 6,630 (6,240–7,020), three seeds. " * 3, "holds in part", long),
-        Statement("SGD with BN crosses the C-SGD line after 25,000 iterations.", "", "not measured", "No run so long."),
-        Statement("Adam did not perform better than the other two optimisers at all.", "It did not.", "holds"),
+        Statement(
+            long,
+            "empirical",
+            "The iteration at which the accuracy is first at 99.99 %; about: a quarter earlier or later.",
+            "99.99 % first at iteration 6,630 (6,240–7,020), three seeds. " * 3,
+            (True, False, True),
+            circumstances="Test accuracy in %: C-SGD 66.8 (63.8–69.8). Seeds: 3. Search: 11 learning rates each.",
+            remark=long,
+        ),
+        Statement("SGD with BN crosses the C-SGD line.", "empirical", "Where it is lower.", "No run so long.", (None,)),
+        Statement("C-SGD does help.", "digits", "The loss; holds if it is lower.", "It is.", (True,)),
     ]
     columns = ["optimiser", "learning rate", "seed", "final loss", "accuracy", "iterations", "seconds", "state"]
     columns += ["samples forgotten", "smallest gradient norm of any layer"]
@@ -179,7 +187,7 @@ def hostile():
         HOSTILE,
         [HOSTILE],
         [Figure("hostile", HOSTILE, HOSTILE, [panel])],
-        [Statement(HOSTILE, HOSTILE, "holds", HOSTILE)],
+        [Statement(HOSTILE, "toy", HOSTILE, HOSTILE, (True,), HOSTILE, HOSTILE)],
         [Table(HOSTILE, [HOSTILE, "n"], [[HOSTILE, 1.0], ["b", None], ["a", 10.0], ["c", 2.0]])],
     )
 

@@ -58,7 +58,7 @@ def damaged_compact_files(folder: Path, count: int, seed: int = 0) -> Trial:
     train(CONFIG, run)
     kept = Archive(folder).run("recipe", "variant", 0)
     assert kept is not None
-    path = write_compact(kept, folder / "compact")
+    path = write_compact([kept], folder / "compact")
     contents, places = path.read_bytes(), random.Random(seed)
     trial = Trial("a compact file of results, damaged", "an error that names the file, or the same readings")
     for number in range(count):

@@ -1,16 +1,17 @@
-"""Runs as they are kept: in their folders, or each in one compact file of JSON lines. Both read as the same objects.
+"""Runs as they are kept: in their folders, or all of a recipe in one compact file. Both read as the same objects.
 
-    <root>/<recipe>/<variant>/seed<k>/          a run folder
-    <root>/<recipe>/<variant>/seed<k>.jsonl     the same run, compact
+    <root>/<recipe>/<variant>/seed<k>/   a run folder
+    <root>/<recipe>.jsonl                all runs of a recipe, compact, one after the other
 
-A compact file's first line says what was asked for, on what it ran, by which command, and how it ended; every other
-line is a reading. Readings are thinned: what can be derived is left out, an epoch's mean stands once, gradients' norms
-on a few lines; numbers have six digits. A run folder is thinned in the same way when it is read.
+A run's first line in a compact file says what was asked for, on what it ran, by which command, how it ended, and how
+many lines follow; each of these is a reading. Readings are thinned: what can be derived is left out, an epoch's mean
+stands once, gradients' norms on a few lines; numbers have six digits. A run folder is thinned in the same way when it
+is read.
 """
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from consequent_lab.train_config import TrainConfig
 
 LINES_WITH_NORMS = 20
 UNFINISHED = "unfinished"
+SUFFIX = ".jsonl"
 LEFT_OUT = {"lr", "running_loss", "running_accuracy"}
 
 
@@ -61,6 +63,10 @@ class KeptRun:
         curve = self.curve(reading)
         return curve[-1][1] if curve else None
 
+    def at(self, reading: str, iteration: float) -> float | None:
+        """Returns the value of a reading at an iteration, or None if there is none."""
+        return dict(self.curve(reading)).get(iteration)
+
 
 class Archive:
     """Runs under some folders; of a run that is finished in several, the first one counts. A run is read once.
@@ -74,12 +80,13 @@ class Archive:
         self._roots = roots
         self._unfinished = unfinished
         self._read: dict[tuple[str, str, int], KeptRun] = {}
+        self._compact: dict[Path, dict[tuple[str, int], KeptRun]] = {}
 
     def run(self, recipe: str, variant: str, seed: int) -> KeptRun | None:
         """Returns a run, or None if there is none yet."""
         key = recipe, variant, seed
         if key not in self._read:
-            found = [run for root in self._roots if (run := _read(root, *key, self._unfinished)) is not None]
+            found = [run for root in self._roots if (run := self._in(root, *key)) is not None]
             found = [run for run in found if run.is_finished] or found[:1]
             if found and (found[0].is_finished or self._unfinished):
                 self._read[key] = found[0]
@@ -87,76 +94,103 @@ class Archive:
 
     def runs(self, recipe: str, variant: str) -> list[KeptRun]:
         """Returns the runs of a variant, by seed."""
-        return [run for seed in sorted(self._seeds(recipe, variant)) if (run := self.run(recipe, variant, seed))]
+        names = {path.name for root in self._roots for path in (root / recipe / variant).glob("seed*")}
+        seeds = {int(number) for name in names if (number := name.removeprefix("seed")).isdigit()}
+        seeds |= {seed for compact in self._compact_of(recipe) for known, seed in compact if known == variant}
+        return [run for seed in sorted(seeds) if (run := self.run(recipe, variant, seed))]
 
     def variants(self, recipe: str) -> list[str]:
         """Returns the variants of a recipe that something is kept of."""
-        folders = (root / recipe for root in self._roots)
-        return sorted(
-            {path.name for folder in folders if folder.is_dir() for path in folder.iterdir() if path.is_dir()}
-        )
+        folders = [root / recipe for root in self._roots if (root / recipe).is_dir()]
+        found = {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
+        return sorted(found | {variant for compact in self._compact_of(recipe) for variant, _ in compact})
 
     def recipes(self) -> list[str]:
         """Returns the recipes that something is kept of."""
-        return sorted({path.name for root in self._roots if root.is_dir() for path in root.iterdir() if path.is_dir()})
+        paths = [path for root in self._roots if root.is_dir() for path in root.iterdir()]
+        return sorted({path.stem if path.suffix == SUFFIX else path.name for path in paths if _is_kept(path)})
 
-    def _seeds(self, recipe: str, variant: str) -> set[int]:
-        names = {path.name for root in self._roots for path in (root / recipe / variant).glob("seed*")}
-        numbers = {name.removeprefix("seed").removesuffix(".jsonl") for name in names}
-        return {int(number) for number in numbers if number.isdigit()}
+    def _in(self, root: Path, recipe: str, variant: str, seed: int) -> KeptRun | None:
+        folder = RunFolder.of(root, recipe, variant, seed)
+        outcome = folder.outcome()
+        if outcome is None and (kept := self._compact_in(root, recipe).get((variant, seed))) is not None:
+            return kept
+        if outcome is None and not (self._unfinished and folder.has_metrics):
+            return None
+        lines = list(thinned(folder.metrics()))
+        if outcome is None:
+            outcome = {"outcome": UNFINISHED, **{key: lines[-1][key] for key in ("iteration", "seconds")}}
+        kept_outcome = {key: value for key, value in outcome.items() if key != "metrics"}
+        config = folder.config(TrainConfig)
+        return KeptRun(recipe, variant, seed, config, folder.environment(), plain_numbers(kept_outcome, DIGITS), lines)
+
+    def _compact_of(self, recipe: str) -> list[dict[tuple[str, int], KeptRun]]:
+        return [self._compact_in(root, recipe) for root in self._roots]
+
+    def _compact_in(self, root: Path, recipe: str) -> dict[tuple[str, int], KeptRun]:
+        path = compact_path(root, recipe)
+        if path not in self._compact:
+            self._compact[path] = {(run.variant, run.seed): run for run in read_compact(path)} if path.exists() else {}
+        return self._compact[path]
 
 
-def _read(root: Path, recipe: str, variant: str, seed: int, unfinished: bool) -> KeptRun | None:
-    folder = RunFolder.of(root, recipe, variant, seed)
-    outcome = folder.outcome()
-    compact = compact_path(root, recipe, variant, seed)
-    if outcome is None and compact.exists():
-        return read_compact(compact)
-    if outcome is None and not (unfinished and folder.has_metrics):
-        return None
-    lines = list(thinned(folder.metrics()))
-    if outcome is None:
-        outcome = {"outcome": UNFINISHED, **{key: lines[-1][key] for key in ("iteration", "seconds")}}
-    kept = {key: value for key, value in outcome.items() if key != "metrics"}
-    config = folder.config(TrainConfig)
-    return KeptRun(recipe, variant, seed, config, folder.environment(), plain_numbers(kept, DIGITS), lines)
+def _is_kept(path: Path) -> bool:
+    return path.is_dir() or path.suffix == SUFFIX
 
 
 # ---- compact files -----------------------------------------------------------------------------------------------
 
 
-def compact_path(root: Path, recipe: str, variant: str, seed: int) -> Path:
-    """Returns where a run's compact file is."""
-    return root / recipe / variant / f"seed{seed}.jsonl"
+def compact_path(root: Path, recipe: str) -> Path:
+    """Returns where the compact file of a recipe is."""
+    return root / f"{recipe}{SUFFIX}"
 
 
-def write_compact(run: KeptRun, root: Path) -> Path:
-    """Writes a run's compact file and returns its path."""
-    readings = "".join(_line(entry) for entry in run.lines).encode()
-    head = sealed({**asdict(run), "lines": len(run.lines)}, readings)
-    path = compact_path(root, run.recipe, run.variant, run.seed)
-    write_atomically(path, lambda file: file.write(_line(head).encode() + readings))
+def write_compact(runs: Sequence[KeptRun], root: Path) -> Path:
+    """Writes the runs of one recipe to its compact file, beside those that are there already; returns its path."""
+    (recipe,) = {run.recipe for run in runs}
+    path = compact_path(root, recipe)
+    texts = {(run.variant, run.seed): text for run, text in (_pieces(path) if path.exists() else ())}
+    texts |= {(run.variant, run.seed): _text(run) for run in runs}
+    write_atomically(path, lambda file: file.write(b"".join(texts[key] for key in sorted(texts))))
     return path
 
 
-def read_compact(path: Path) -> KeptRun:
-    """Returns the run that a compact file holds.
+def _text(run: KeptRun) -> bytes:
+    readings = "".join(_line(entry) for entry in run.lines).encode()
+    return _line(sealed({**asdict(run), "lines": len(run.lines)}, readings)).encode() + readings
+
+
+def read_compact(path: Path) -> list[KeptRun]:
+    """Returns the runs that a compact file holds.
 
     Raises:
         DamagedFileError: if the file is not what was written.
     """
-    first, _, readings = path.read_bytes().partition(b"\n")
-    head = unsealed(parsed(first, f"{path}, line 1,"), str(path), readings)
-    lines = [parsed(line, f"{path}, line {number},") for number, line in enumerate(readings.splitlines(), start=2)]
-    try:
-        head.pop("lines")
-        config = config_from(head.pop("config"), TrainConfig, str(path))
-        run = KeptRun(config=config, lines=lines, **head)
-    except (KeyError, TypeError) as error:
-        raise DamagedFileError(f"{path} is damaged: its first line does not describe a run ({error})") from error
-    if path != compact_path(path.parents[2], run.recipe, run.variant, run.seed):
-        raise DamagedFileError(f"{path} holds {run.name}: it is not where it belongs")
-    return run
+    return [run for run, _ in _pieces(path)]
+
+
+def _pieces(path: Path) -> Iterator[tuple[KeptRun, bytes]]:
+    """Yields the runs of a compact file, each with its text."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    place = 0
+    while place < max(1, len(lines)):  # an empty file has a first line, which is damaged
+        where = f"{path}, line {place + 1},"
+        head = parsed(lines[place] if lines else b"", where)
+        count = head.get("lines")
+        readings = lines[place + 1 : place + 1 + count] if isinstance(count, int) else []
+        head = unsealed(head, where, b"".join(readings))
+        numbered = enumerate(readings, start=place + 2)
+        found = [parsed(line, f"{path}, line {number},") for number, line in numbered]
+        try:
+            config = config_from(head.pop("config"), TrainConfig, where)
+            run = KeptRun(config=config, **head | {"lines": found})
+        except (KeyError, TypeError) as error:
+            raise DamagedFileError(f"{where} is damaged: it does not describe a run ({error})") from error
+        if run.recipe != path.stem:
+            raise DamagedFileError(f"{where} holds {run.name}: it is not where it belongs")
+        yield run, b"".join(lines[place : place + 1 + len(readings)])
+        place += 1 + len(readings)
 
 
 def _line(entry: dict[str, Any]) -> str:

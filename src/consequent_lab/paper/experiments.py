@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from consequent_lab.paper import (
+    digits,
+    digits_recipe,
     filters,
+    inside,
     learning_rates,
     learning_rates_recipe,
     loss_surface,
@@ -49,6 +52,8 @@ def experiments() -> dict[str, Experiment]:
                 learning_rates_recipe.SearchOnly(learning_rates_recipe.resnet20_race(quick)),
             ],
         ),
+        Experiment(inside.NAME, inside.finding),
+        Experiment(digits_recipe.NAME, digits.finding, lambda quick: [digits_recipe.race(quick)]),
         Experiment(filters.NAME, filters.finding),
     )
     return {experiment.name: experiment for experiment in every}
@@ -70,7 +75,7 @@ def find(names: Sequence[str], *runs: Path) -> list[Finding]:
 
 def recipe_names(quick: bool) -> list[str]:
     """Returns the names under which runs are kept."""
-    races = [mlp_recipe.race(quick).name, resnet20_recipe.race(quick).name]
+    races = [recipe.race(quick).name for recipe in (mlp_recipe, resnet20_recipe, digits_recipe)]
     return [
         learning_rates_recipe.sweep(quick).name,
         *(name + step for name in races for step in ("", "-search", "-timing")),

@@ -1,9 +1,17 @@
 """What an experiment found: figures, verdicts on the paper's statements, tables. Plain data, for any way to show it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 Verdict = Literal["holds", "holds in part", "does not hold", "not measured"]
+Kind = Literal["empirical", "digits", "toy"]
+# What was looked at, in the order in which it counts.
+KINDS: dict[Kind, str] = {
+    "empirical": "the paper's networks and data",
+    "digits": "small networks on the digits",
+    "toy": "toys and algebra",
+}
 Number = float | None  # None: not measured there
 
 
@@ -59,12 +67,48 @@ class Figure:
 
 @dataclass(frozen=True)
 class Statement:
-    """What the paper says, and what was found."""
+    """What the paper says, how that is measured, and what was found. Measure and limit are said before the value."""
 
-    paper: str
+    paper: str  # its own words; […] is what was left out
+    kind: Kind
+    measure: str  # what is measured, and the limit up to which the statement holds
     measured: str
-    verdict: Verdict
-    remark: str = ""  # the reason, as far as it was found; how it was measured
+    parts: tuple[bool | None, ...]  # what became of each part of the statement, or setting; None: not measured
+    circumstances: str = ""  # test accuracy, seeds and the size of the search
+    remark: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict on all parts."""
+        return verdict_on(self.parts)
+
+    @property
+    def share(self) -> str:
+        """How many of several parts hold, of a statement that holds in part.
+
+        >>> Statement("", "toy", "", "", (True, False, None)).share
+        '1 of 3'
+        """
+        return f"{self.parts.count(True)} of {len(self.parts)}" if self.verdict == "holds in part" else ""
+
+
+def verdict_on(parts: Iterable[bool | None]) -> Verdict:
+    """Returns the verdict on a statement with several parts; None is a part that was not measured.
+
+    A statement of which a part was not measured holds in part at most.
+
+    >>> verdict_on([True, True]), verdict_on([True, False]), verdict_on([False])
+    ('holds', 'holds in part', 'does not hold')
+    >>> verdict_on([True, None]), verdict_on([None]), verdict_on([])
+    ('holds in part', 'not measured', 'not measured')
+    """
+    every = list(parts)
+    measured = [part for part in every if part is not None]
+    if not measured:
+        return "not measured"
+    if not any(measured):
+        return "does not hold"
+    return "holds" if all(measured) and len(measured) == len(every) else "holds in part"
 
 
 @dataclass(frozen=True)
@@ -87,3 +131,4 @@ class Finding:
     figures: list[Figure] = field(default_factory=list)
     statements: list[Statement] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
+    is_small: bool = False  # shows the machinery on the digits: there are no statements then

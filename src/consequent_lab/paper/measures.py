@@ -7,7 +7,8 @@ from itertools import pairwise
 
 Curve = Sequence[tuple[float, float]]  # where (iterations, seconds) and what was read there
 
-SHARP_DROP, READINGS_OF_A_DROP = 0.1, 5  # to such a part of the loss so many readings before
+SHARP_DROP, EPOCHS_OF_A_DROP = 0.1, 5  # to such a part of the loss so many epochs before
+ABOUT = 0.25  # earlier or later, as a fraction
 
 
 def detour(path: Sequence[Sequence[float]]) -> float:
@@ -74,15 +75,6 @@ def roughness(losses: Sequence[float]) -> float:
     return sum(rises) / len(rises)
 
 
-def first_below(curve: Curve, level: float) -> float | None:
-    """Returns where a curve is first at or below a level, or None.
-
-    >>> first_below([(0, 3.0), (10, 0.5), (20, 0.2)], 0.5)
-    10
-    """
-    return next((place for place, value in curve if value <= level), None)
-
-
 def first_above(curve: Curve, level: float) -> float | None:
     """Returns where a curve is first at or above a level, or None."""
     return next((place for place, value in curve if value >= level), None)
@@ -100,7 +92,7 @@ def sharp_drop(curve: Curve) -> float | None:
     readings = curve[1:]
     lowest = math.inf
     for number, (place, value) in enumerate(readings):
-        before = readings[number - READINGS_OF_A_DROP][1] if number >= READINGS_OF_A_DROP else 0.0
+        before = readings[number - EPOCHS_OF_A_DROP][1] if number >= EPOCHS_OF_A_DROP else 0.0
         if value < lowest and value <= SHARP_DROP * before:
             return place
         lowest = min(lowest, value)
@@ -121,18 +113,19 @@ def stays_above(curve: Curve, level: float) -> float | None:
     return found
 
 
-def advantage(curve: Curve, other: Curve) -> float | None:
+def advantage(curve: Curve, other: Curve, until: float = math.inf) -> float | None:
     """Returns by how many decades a loss is below another one, on average over the stretch that both cover.
 
     Both are compared at the places of the first; between its own readings the other is interpolated, on a logarithmic
-    scale. Positive is better; None: they have no stretch in common.
+    scale. Positive is better; None: they have no stretch in common, before a place where it ends.
 
     >>> advantage([(0, 1.0), (10, 0.01)], [(0, 1.0), (20, 0.01)])
     0.5
     """
     places = [place for place, _ in other]
     logs = [_log(loss) for _, loss in other]
-    gains = [_between(place, places, logs) - _log(value) for place, value in curve if places[0] <= place <= places[-1]]
+    end = min(places[-1], until)
+    gains = [_between(place, places, logs) - _log(value) for place, value in curve if places[0] <= place <= end]
     return sum(gains) / len(gains) if gains else None
 
 
@@ -144,11 +137,36 @@ def _between(place: float, places: list[float], values: list[float]) -> float:
     return values[after - 1] + share * (values[after] - values[after - 1])
 
 
-def distance(curve: Curve, other: Curve) -> float | None:
-    """Returns the mean distance of two curves, over the places that both have."""
+def apart(curve: Curve, other: Curve) -> float | None:
+    """Returns by how many decades two losses differ, whichever is lower, on average over the places that both have.
+
+    >>> apart([(0, 1.0), (1, 0.1), (2, 0.1)], [(0, 1.0), (1, 1.0), (2, 0.01)])
+    0.6666666666666666
+    """
     values = dict(other)
-    gaps = [abs(value - values[place]) for place, value in curve if place in values]
+    gaps = [abs(_log(value) - _log(values[place])) for place, value in curve if place in values]
     return sum(gaps) / len(gaps) if gaps else None
+
+
+def distance(curve: Curve, other: Curve, until: float = math.inf) -> float | None:
+    """Returns the mean distance of two curves, over the places that both have, up to one."""
+    values = dict(other)
+    gaps = [abs(value - values[place]) for place, value in curve if place in values and place <= until]
+    return sum(gaps) / len(gaps) if gaps else None
+
+
+def up_to(curve: Curve, place: float) -> Curve:
+    """Returns a curve as far as a place."""
+    return [point for point in curve if point[0] <= place]
+
+
+def about(place: float | None, said: float) -> bool:
+    """Returns whether a place is the one that was said, up to a quarter earlier or later.
+
+    >>> about(6_000, 8_000), about(5_900, 8_000), about(10_100, 8_000), about(None, 8_000)
+    (True, False, False, False)
+    """
+    return place is not None and abs(place - said) <= ABOUT * said
 
 
 def crossing(curve: Curve, other: Curve) -> float | None:

@@ -24,6 +24,7 @@ def race(quick: bool = False) -> Race:
             variant_of(dataset, normalisation, label),
             label,
             _config(dataset, normalisation, label, quick),
+            setting=title_of(dataset, normalisation),
             timed_with=variant_of(dataset, NORMALISATIONS[0], label),
         )
         for dataset in datasets
@@ -34,6 +35,15 @@ def race(quick: bool = False) -> Race:
         search = Search(epochs=2, lowest=-8, highest=-4, extensions=0, half_ways=False)
         return Race(f"{NAME}-quick", contestants, search, timed_iterations=40)
     return Race(NAME, contestants, Search(epochs=2), timed_iterations=1000)
+
+
+def title_of(dataset: str, normalisation: str) -> str:
+    """Returns a data set's name as in the paper.
+
+    >>> title_of("cifar10", "features"), title_of("cifar100", "unit")
+    ('CIFAR-10 NF', 'CIFAR-100')
+    """
+    return TITLES[dataset] + (" NF" if normalisation == "features" else "")
 
 
 def variant_of(dataset: str, normalisation: str, label: str) -> str:

@@ -61,6 +61,7 @@ class Contestant:
     label: str
     config: TrainConfig  # up to learning rate and seed
     seeds: tuple[int, ...] = (0,)
+    setting: str = ""  # what the label leaves out: the data set, say
     headline: bool = False
     timed_with: str = ""  # another one's variant, if that one's iterations do the same work
 

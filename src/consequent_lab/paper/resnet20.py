@@ -1,13 +1,15 @@
 """What becomes of the paper's statements on ResNet-20 (its fourth experiment): the finding and its figures."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from consequent_lab.paper.archive import Archive, KeptRun
-from consequent_lab.paper.entries import (
+from consequent_lab.paper.findings import Axis, Figure, Finding, Number, Panel, Series, Table
+from consequent_lab.paper.kept_contestants import (
     ITERATIONS_OR_SECONDS,
-    Entry,
-    entries_of,
+    KeptContestant,
+    kept_contestants,
     race_kept,
     rates_table,
     runs_table,
@@ -16,57 +18,66 @@ from consequent_lab.paper.entries import (
     small_note,
     spread,
 )
-from consequent_lab.paper.findings import Axis, Figure, Finding, Number, Panel, Series, Table
-from consequent_lab.paper.resnet20_measures import ALL_CORRECT, layer_norms, reaches, stays_at_all
-from consequent_lab.paper.resnet20_recipe import NAME, race
+from consequent_lab.paper.resnet20_measures import ALL_CORRECT, last_common_epoch, layer_norms, reaches, stays_at_all
+from consequent_lab.paper.resnet20_recipe import NAME, SHORT, race
 from consequent_lab.paper.resnet20_statements import statements
 
+HEADLINES = ("C-SGD", "SGD", "SGD-BN")
 WITHOUT_BN = ("C-SGD", "C-Nesterov", "C-Adam", "SGD", "Nesterov", "Adam")
 WITH_BN = ("C-SGD", "C-Nesterov", "C-SGD-BN", "SGD-BN", "Nesterov-BN", "Adam-BN")
-SHOWN_NORMS = ("C-SGD", "SGD-BN", "SGD")
+LONG_RUNS = ("C-SGD", "SGD-BN")
+# What panels show: whom, and up to which iteration, so that no panel is longer than its curves.
+PANELS = {
+    "without BatchNorm": (WITHOUT_BN, SHORT),
+    "with BatchNorm, and C-": (WITH_BN, SHORT),
+    "to the end": (LONG_RUNS, None),
+}
+TEST_ACCURACY = Axis("test_accuracy", "test accuracy")
 
 
 def finding(*runs: Path) -> Finding:
     """Returns the finding from what is kept."""
     archive = Archive(*runs, unfinished=True)
     kept = race_kept(race, archive)
-    entries = {entry.label: entry for entry in entries_of(kept, archive).values()}
+    contestants = {one.label: one for one in kept_contestants(kept, archive).values()}
+    is_small = kept.name != NAME
     return Finding(
         name=NAME,
         title="ResNet-20",
-        summary=small_note(kept, NAME)
-        + "CIFAR-10, mini-batches of 128, momentum 0.95, λ = 0.03. Plain optimisers with and without BatchNorm "
+        summary=small_note(kept)
+        if is_small
+        else "CIFAR-10, mini-batches of 128, momentum 0.95, λ = 0.03. Plain optimisers with and without BatchNorm "
         "(inputs in [−1, 1]) against their C- versions without it (inputs in [−½, ½], the last layer's learning rate "
-        "× 0.1).",
-        commands=[f"consequent reproduce {NAME}{' --quick' if kept.name != NAME else ''}"],
+        "× 0.1), as in the paper. No augmentation, no weight decay.",
+        commands=[f"consequent reproduce {NAME}{' --quick' if is_small else ''}"],
         figures=[
-            _paper_reading(entries),
-            _epoch_reading(entries),
-            _norms_figure(entries),
+            _headline_figure(contestants),
+            _epoch_figure(contestants),
+            _batch_figure(contestants),
+            _norms_figure(contestants),
             search_figure(
                 f"{NAME}-search",
                 kept,
                 {
-                    "without BatchNorm": [entries[label] for label in WITHOUT_BN],
-                    "with BatchNorm": [entry for label, entry in entries.items() if label.endswith("-BN")],
+                    "without BatchNorm": [contestants[label] for label in WITHOUT_BN],
+                    "with BatchNorm": [one for label, one in contestants.items() if label.endswith("-BN")],
                 },
             ),
         ],
-        statements=statements(entries),
+        statements=[] if is_small else statements(kept, contestants),
         tables=[
-            _headlines(entries.values()),
-            rates_table(entries.values()),
-            runs_table("Every run", entries.values()),
+            headlines_table(contestants.values()),
+            rates_table(contestants.values()),
+            runs_table(contestants.values()),
         ],
+        is_small=is_small,
     )
 
 
-def _headlines(entries: Iterable[Entry]) -> Table:
+def headlines_table(contestants: Iterable[KeptContestant]) -> Table:
     """Returns what the runs came to, compared after the last epoch that all of the headlines' runs have."""
-    present = [entry for entry in entries if entry.runs]
-    headlines = [run for entry in present if entry.contestant.headline for run in entry.runs]
-    epochs = [dict(run.curve("epoch_loss")).keys() & dict(run.curve("test_accuracy")).keys() for run in headlines]
-    end = max(set.intersection(*map(set, epochs)), default=0) if epochs else 0
+    present = [one for one in contestants if one.runs]
+    end = last_common_epoch(present)
     columns = [
         "contestant",
         "seeds",
@@ -79,113 +90,111 @@ def _headlines(entries: Iterable[Entry]) -> Table:
         f"samples forgotten until {end:,}",
     ]
     rows: list[list[str | Number]] = []
-    for entry in present:
-        runs = entry.runs
-        compared = [run for run in runs if dict(run.curve("test_accuracy")).get(end) is not None]
+    for one in present:
+        runs = one.runs
+        compared = [run for run in runs if run.at("test_accuracy", end) is not None]
+        ends = sorted({run.outcome["iteration"] for run in runs})
         rows.append(
             [
-                entry.label,
+                one.label,
                 float(len(runs)),
                 runs[0].config.lr,
-                " to ".join(f"{iteration:,}" for iteration in _ends([run.outcome["iteration"] for run in runs])),
-                spread([reaches(run) for run in runs]),
-                spread([stays_at_all(run) for run in runs]),
-                spread([dict(run.curve("epoch_loss")).get(end) for run in compared], ".2g"),
-                spread([dict(run.curve("test_accuracy"))[end] for run in compared], ".3f"),
+                " to ".join(f"{iteration:,}" for iteration in sorted({ends[0], ends[-1]})),
+                spread([reaches(run) for run in runs], within=ends[0]),
+                spread([stays_at_all(run) for run in runs], within=ends[0]),
+                spread([run.at("epoch_loss", end) for run in compared], ".2g"),
+                spread([run.at("test_accuracy", end) for run in compared], ".3f"),
                 spread([float(sum(lost for at, lost in run.curve("forgotten") if at <= end)) for run in compared]),
             ]
         )
     return Table("Mean and range over the seeds", columns, rows)
 
 
-def _ends(values: list[int]) -> list[int]:
-    """Returns the lowest and the highest; once, if they are the same.
+def _headline_figure(contestants: dict[str, KeptContestant]) -> Figure:
+    series = _series(contestants, HEADLINES, ("epoch_loss", "test_accuracy"), SHORT)
+    axes = {
+        "training loss": Axis("epoch_loss", "training loss over the epoch", log=True),
+        "test accuracy": TEST_ACCURACY,
+    }
+    return Figure(
+        name=f"{NAME}-headline",
+        title="Learnt by heart, and what is left of it on the test set",
+        caption="ResNet-20 on CIFAR-10 without BatchNorm (C-SGD, SGD) and with it (SGD-BN), three seeds each, the "
+        f"first {SHORT:,} iterations. " + seconds_note([contestants[label] for label in HEADLINES]),
+        panels=[Panel(title, series, ITERATIONS_OR_SECONDS, [axis]) for title, axis in axes.items()],
+    )
 
-    >>> _ends([3, 1, 2]), _ends([4, 4])
-    ([1, 3], [4])
-    """
-    return sorted({min(values), max(values)})
 
-
-def _paper_reading(entries: dict[str, Entry]) -> Figure:
-    columns = ("batch_loss", "batch_accuracy")
+def _batch_figure(contestants: dict[str, KeptContestant]) -> Figure:
+    axes = {
+        "loss": Axis("batch_loss", "loss of a mini-batch", log=True),
+        "accuracy": Axis("batch_accuracy", "accuracy of a mini-batch"),
+    }
     return Figure(
         name=NAME,
         title="Loss and accuracy of the last mini-batch of every 100 iterations",
-        caption="The paper's reading: one mini-batch, before the step that learns from it. "
-        + seconds_note(entries.values()),
+        caption="As the paper shows it: one mini-batch, before the step that learns from it. "
+        + seconds_note(contestants.values()),
         panels=[
             Panel(
                 f"{title}: {what}",
-                _series(entries, labels, columns, every=100),
+                [_at_hundreds(one) for one in _series(contestants, labels, ("batch_loss", "batch_accuracy"), until)],
                 ITERATIONS_OR_SECONDS,
                 [axis],
             )
-            for what, axis in (
-                ("loss", Axis("batch_loss", "loss of a mini-batch", log=True)),
-                ("accuracy", Axis("batch_accuracy", "accuracy of a mini-batch")),
-            )
-            for title, labels in (("without BatchNorm", WITHOUT_BN), ("with BatchNorm, and C-", WITH_BN))
+            for what, axis in axes.items()
+            for title, (labels, until) in PANELS.items()
         ],
     )
 
 
-def _epoch_reading(entries: dict[str, Entry]) -> Figure:
+def _epoch_figure(contestants: dict[str, KeptContestant]) -> Figure:
     columns = ("epoch_loss", "epoch_accuracy", "test_accuracy", "train_loss", "train_accuracy")
+    axes = {
+        "loss": [
+            Axis("epoch_loss", "loss over the epoch", log=True),
+            Axis("train_loss", "loss on the training set", log=True),
+        ],
+        "accuracy": [
+            Axis("epoch_accuracy", "accuracy over the epoch"),
+            Axis("train_accuracy", "accuracy on the training set"),
+            TEST_ACCURACY,
+        ],
+    }
     return Figure(
         name=f"{NAME}-epochs",
         title="Loss and accuracy over whole epochs",
         caption="Means over the mini-batches of an epoch, each before the step that learns from it, and evaluations of "
-        "the training and the test set at its end. " + seconds_note(entries.values()),
+        "the training and the test set at its end. " + seconds_note(contestants.values()),
         panels=[
-            Panel(
-                f"{title}: {what}",
-                _series(entries, labels, columns),
-                ITERATIONS_OR_SECONDS,
-                axes,
-            )
-            for what, axes in (
-                (
-                    "loss",
-                    [
-                        Axis("epoch_loss", "loss over the epoch", log=True),
-                        Axis("train_loss", "loss on the training set", log=True),
-                    ],
-                ),
-                (
-                    "accuracy",
-                    [
-                        Axis("epoch_accuracy", "accuracy over the epoch"),
-                        Axis("train_accuracy", "accuracy on the training set"),
-                        Axis("test_accuracy", "test accuracy"),
-                    ],
-                ),
-            )
-            for title, labels in (("without BatchNorm", WITHOUT_BN), ("with BatchNorm, and C-", WITH_BN))
+            Panel(f"{title}: {what}", _series(contestants, labels, columns, until), ITERATIONS_OR_SECONDS, offered)
+            for what, offered in axes.items()
+            for title, (labels, until) in PANELS.items()
         ],
     )
 
 
 def _series(
-    entries: dict[str, Entry], labels: Iterable[str], columns: tuple[str, ...], every: int | None = None
+    contestants: dict[str, KeptContestant], labels: Sequence[str], columns: Sequence[str], until: float | None
 ) -> list[Series]:
-    found = [series for label in labels if label in entries for series in entries[label].series(columns)]
-    if every is None:
-        return found
-    return [_thinned(series, every) for series in found]
+    found = [series for label in labels for series in contestants[label].series(columns)]
+    return [_kept_where(series, lambda iteration: until is None or iteration <= until) for series in found]
 
 
-def _thinned(series: Series, every: int) -> Series:
-    """Leaves out the readings between the hundreds: those at the ends of epochs belong to the other figure."""
-    places = [
-        place for place, value in enumerate(series.columns["iteration"]) if value is not None and value % every == 0
-    ]
-    places = places or list(range(len(series.columns["iteration"])))  # a small run has none
-    columns = {name: [values[place] for place in places] for name, values in series.columns.items()}
-    return Series(series.label, columns, series.group, series.style)
+def _at_hundreds(series: Series) -> Series:
+    """Leaves out what is between the hundreds: the ends of epochs belong to the other figure. A small run has none."""
+    thinned = _kept_where(series, lambda iteration: iteration % 100 == 0)
+    return thinned if thinned.columns["iteration"] else series
 
 
-def _norms_figure(entries: dict[str, Entry]) -> Figure:
+def _kept_where(series: Series, is_wanted: Callable[[float], bool]) -> Series:
+    places = [place for place, value in enumerate(series.columns["iteration"]) if is_wanted(value or 0.0)]
+    return replace(
+        series, columns={name: [values[place] for place in places] for name, values in series.columns.items()}
+    )
+
+
+def _norms_figure(contestants: dict[str, KeptContestant]) -> Figure:
     return Figure(
         name=f"{NAME}-gradients",
         title="Norms of the gradients, layer by layer",
@@ -194,11 +203,11 @@ def _norms_figure(entries: dict[str, Entry]) -> Figure:
         panels=[
             Panel(
                 label,
-                [series for run in entries[label].runs[:1] for series in _norm_series(run)],
+                [series for run in contestants[label].runs[:1] for series in _norm_series(run)],
                 [Axis("layer", "layer")],
                 [Axis("norm", "norm of the gradient", log=True)],
             )
-            for label in SHOWN_NORMS
+            for label in HEADLINES
         ],
     )
 

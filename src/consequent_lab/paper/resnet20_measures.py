@@ -1,16 +1,13 @@
-"""How the statements on ResNet-20 are measured on one run or on pairs of runs."""
+"""How the statements on ResNet-20 are measured on runs."""
 
-import math
 from collections.abc import Sequence
-from itertools import product
 from statistics import median
 
 from consequent_lab.paper.archive import KeptRun
-from consequent_lab.paper.entries import Entry
-from consequent_lab.paper.measures import advantage, crossing, first_above, smoothed, stays_above
+from consequent_lab.paper.kept_contestants import KeptContestant
+from consequent_lab.paper.measures import first_above, stays_above
 
 ALL_CORRECT = 0.9999  # over an epoch: 5 of 50,000 samples may be wrong, each was seen before its step
-SMOOTHED = 5  # epochs, before it is looked where losses cross
 
 
 def reaches(run: KeptRun, level: float = ALL_CORRECT) -> float | None:
@@ -19,9 +16,9 @@ def reaches(run: KeptRun, level: float = ALL_CORRECT) -> float | None:
 
 
 def stays_at_all(run: KeptRun) -> float | None:
-    """Returns the iteration from which the paper's reading, one mini-batch every 100 iterations, stays at 100 %."""
-    readings = [(place, value) for place, value in run.curve("batch_accuracy") if place % run.config.log_every == 0]
-    return stays_above(readings, 1.0)
+    """Returns the iteration from which the paper's curve, one mini-batch every 100 iterations, stays at 100 %."""
+    shown = [(place, value) for place, value in run.curve("batch_accuracy") if place % run.config.log_every == 0]
+    return stays_above(shown, 1.0)
 
 
 def forgotten_after(run: KeptRun, iteration: float) -> int:
@@ -29,47 +26,16 @@ def forgotten_after(run: KeptRun, iteration: float) -> int:
     return int(sum(value for place, value in run.curve("forgotten") if place > iteration))
 
 
-def lowered(entry: Entry, other: Entry, by: str = "iteration", until: float = math.inf) -> list[float]:
-    """Returns by how many decades the loss over the epochs is lower on average, for every pair of runs.
-
-    Args:
-        entry: whose loss should be lower.
-        other: than whose.
-        by: compares at equal iterations, or seconds.
-        until: leaves out what comes later.
-    """
-    cut = [
-        [[point for point in curve if point[0] <= until] for curve in one.curves("epoch_loss", by)]
-        for one in (entry, other)
-    ]
-    return [gain for one, two in product(*cut) if one and two and (gain := advantage(one, two)) is not None]
+def last_common_epoch(contestants: Sequence[KeptContestant]) -> float:
+    """Returns the iteration of the last epoch that all runs of the headlines have; 0 if there is none."""
+    headlines = [run for one in contestants if one.contestant.headline for run in one.runs]
+    epochs = [dict(run.curve("epoch_loss")).keys() & dict(run.curve("test_accuracy")).keys() for run in headlines]
+    return max(set.intersection(*map(set, epochs)), default=0) if epochs else 0
 
 
-def lowered_at_the_end(entry: Entry, other: Entry) -> list[float]:
-    """Returns by how many decades the loss is lower over the last epoch that both runs have, for every pair of runs."""
-    pairs = product(*([dict(curve) for curve in one.curves("epoch_loss")] for one in (entry, other)))
-    found = [(one[last], two[last]) for one, two in pairs if (last := max(one.keys() & two.keys(), default=None))]
-    return [math.log10(theirs / mine) for mine, theirs in found if mine > 0 and theirs > 0]
-
-
-def crossings(entry: Entry, other: Entry, beyond: int) -> list[float | None]:
-    """Returns where the first one's loss gets below the other's for good, for every pair of runs; None: it does not.
-
-    Args:
-        entry: whose loss gets below.
-        other: whose it crosses.
-        beyond: leaves out pairs of which one is not longer than this.
-    """
-    longer = [
-        [smoothed(run.curve("epoch_loss"), SMOOTHED) for run in one.runs if run.outcome["iteration"] > beyond]
-        for one in (entry, other)
-    ]
-    return [crossing(one, two) for one, two in product(*longer)]
-
-
-def seconds_to(entry: Entry, level: float) -> list[float | None]:
+def seconds_to(one: KeptContestant, level: float) -> list[float | None]:
     """Returns the seconds at which the accuracy over an epoch is first at the level, for every run."""
-    return [first_above(curve, level) for curve in entry.curves("epoch_accuracy", "seconds")]
+    return [first_above(curve, level) for curve in one.curves("epoch_accuracy", "seconds")]
 
 
 def layer_norms(run: KeptRun) -> list[tuple[int, list[float]]]:
@@ -87,7 +53,7 @@ def layer_norms(run: KeptRun) -> list[tuple[int, list[float]]]:
 
 
 def span_of_norms(runs: Sequence[KeptRun]) -> float | None:
-    """Returns the largest norm of a layer's gradient ÷ the smallest at the same time, median over readings."""
+    """Returns the largest norm of a layer's gradient ÷ the smallest at the same time, median over iterations."""
     ratios = [
         max(norms) / min(norms) if min(norms) > 0 else float("inf") for run in runs for _, norms in layer_norms(run)
     ]

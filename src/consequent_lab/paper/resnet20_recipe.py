@@ -37,7 +37,11 @@ def race(quick: bool = False) -> Race:
     """Returns the experiment, or a really small one on the digits."""
     contestants = tuple(
         Contestant(
-            label.lower(), label, _config(label, iterations, quick), seeds[:2] if quick else seeds, len(seeds) > 1
+            label.lower(),
+            label,
+            _config(label, iterations, quick),
+            seeds[:2] if quick else seeds,
+            headline=len(seeds) > 1,
         )
         for label, (iterations, seeds) in LABELS.items()
     )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from consequent_lab.paper.archive import KeptRun
-from consequent_lab.paper.entries import Entry
+from consequent_lab.paper.kept_contestants import KeptContestant
 from consequent_lab.paper.rates import Chosen, Searched
 from consequent_lab.paper.recipes import Contestant
 from consequent_lab.train_config import TrainConfig
@@ -30,8 +30,15 @@ def by_reading(every, **readings):
     ]
 
 
-def entry(label, *runs, seconds=None):
+def contestant(label, *runs, seconds=None):
     """A contestant with these runs."""
-    contestant = Contestant(label.lower(), label, TrainConfig())
+    one = Contestant(label.lower(), label, TrainConfig())
     choice = Chosen(-4, ()) if runs else None
-    return Entry(contestant, Searched({-4: 1.0}, ()), choice, list(runs), seconds, "eager, CPU" if seconds else "")
+    timed_as = "eager, CPU" if seconds else ""
+    return KeptContestant(one, Searched({-4: 1.0}, ()), choice, list(runs), seconds, timed_as)
+
+
+def verdict(statements, words):
+    """On the one statement that has these words."""
+    (found,) = (statement for statement in statements if words in statement.paper)
+    return found.verdict

@@ -1,12 +1,12 @@
 """Run folders and compact files read as the same objects; what is damaged is named."""
 
-import json
+from dataclasses import replace
 
 import pytest
 
 from consequent_lab import cli
 from consequent_lab.paper.archive import Archive, compact_path, read_compact, thinned, write_compact
-from consequent_lab.runs import DamagedFileError, RunFolder, sealed, unsealed
+from consequent_lab.runs import DamagedFileError, RunFolder
 from consequent_lab.train_config import TrainConfig
 from consequent_lab.trainer import Unwatched, train
 
@@ -25,8 +25,8 @@ def runs(tmp_path_factory):
 
 def test_a_folder_and_its_compact_file_are_the_same_run(runs, tmp_path):
     run = Archive(runs).run(*KEY)
-    path = write_compact(run, tmp_path)
-    assert path == compact_path(tmp_path, *KEY)
+    path = write_compact([run], tmp_path)
+    assert path == compact_path(tmp_path, KEY[0])
     assert Archive(tmp_path).run(*KEY) == run
     assert run.config == CONFIG
     assert len(run.lines) == 19
@@ -51,18 +51,34 @@ def test_thinning_keeps_a_mean_once_and_norms_on_some_lines():
     assert not any("lr" in line for line in found)
 
 
+def test_runs_of_a_recipe_are_in_one_file_and_the_others_stay_as_they_are(runs, tmp_path):
+    run = Archive(runs).run(*KEY)
+    path = write_compact([run, replace(run, seed=2)], tmp_path)
+    before = path.read_bytes()
+    write_compact([replace(run, seed=1), replace(run, variant="another")], tmp_path)
+    assert set(before.splitlines()) <= set(path.read_bytes().splitlines())
+    archive = Archive(tmp_path)
+    assert archive.recipes() == [KEY[0]]
+    assert archive.variants(KEY[0]) == ["another", KEY[1]]
+    assert [one.seed for one in archive.runs(*KEY[:2])] == [0, 1, 2]
+    assert archive.run(*KEY[:2], 1).lines == run.lines
+
+
 def test_a_damaged_compact_file_is_named(runs, tmp_path):
-    path = write_compact(Archive(runs).run(*KEY), tmp_path)
-    lines = path.read_text().splitlines()
-    for text in ("", "{}\n", "\n".join(lines[:-1]), path.read_text()[:-20], "[]"):
-        path.write_text(text)
-        with pytest.raises(DamagedFileError, match=r"seed0\.jsonl"):
+    run = Archive(runs).run(*KEY)
+    path = write_compact([run, replace(run, seed=1)], tmp_path)
+    text = path.read_text()
+    lines = text.splitlines()
+    half = len(lines) // 2
+    torn = ["", "{}\n", "[]", text[:-20], "\n".join(lines[:-1]), "\n".join(lines[: half - 1] + lines[half:])]
+    for damaged in torn:
+        path.write_text(damaged)
+        with pytest.raises(DamagedFileError, match=r"mlp-quick\.jsonl, line"):
             Archive(tmp_path).run(*KEY)
-    readings = "".join(f"{line}\n" for line in lines[1:])
-    head = unsealed(json.loads(lines[0]), "", readings.encode()) | {"seed": 1}
-    path.write_text(json.dumps(sealed(head, readings.encode())) + "\n" + readings)
+    other = tmp_path / "other.jsonl"
+    other.write_text(text)
     with pytest.raises(DamagedFileError, match="not where it belongs"):
-        read_compact(path)
+        read_compact(other)
 
 
 class Killer(Unwatched):
