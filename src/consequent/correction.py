@@ -98,8 +98,8 @@ def attach(
 ) -> "Consequentialism":
     """Turn an optimiser into its consequentialist version: SGD into C-SGD, Adam into C-Adam.
 
-    From now on ``optimizer.step()`` first replaces the gradient ``ΔZ Xᵀ`` of every Linear and convolutional layer by
-    ``ΔZ (XᵀX + λI)⁻¹ Xᵀ``. :class:`Consequentialism` says more of the arguments.
+    From now on ``optimizer.step()`` first replaces the gradient ``ΔZ Xᵀ`` of every Linear, convolutional and recurrent
+    layer and of attention by ``ΔZ (XᵀX + λI)⁻¹ Xᵀ``. :class:`Consequentialism` says more of the arguments.
 
     Args:
         optimizer: any first-order optimiser of torch's kind, or a list of those that train the model together

@@ -199,3 +199,13 @@ def test_a_rate_far_too_high_ends_in_a_slow_run(rate, momentum):
         optimizer.step()
     assert loss < 3
     assert optimizer.correction.counters.bounded > 0
+
+
+def test_an_empty_batch_has_nothing_to_bound():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    consequent.attach(optimizer, model)
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.randn(0, 3)).sum().backward()
+    optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))

@@ -221,7 +221,7 @@ class Rewriter:
     def _limit(self, parameter: Tensor, divisor: float) -> float | None:
         """How large a change of its layer's outputs may be, in units of the gradient before the divisor."""
         rate = self._groups.rate_in_the_long_run(parameter)
-        return None if self.bound is None or not rate else self.bound / (rate * divisor)
+        return None if self.bound is None or not rate or not divisor else self.bound / (rate * divisor)
 
     def _damping_of(self, record: Record) -> Damping:
         return self._groups.damping_of((record.stands_for or record).first_use.key)
