@@ -426,26 +426,53 @@ def test_compiled_models_break_their_graph_at_the_layer():
     check_same_grads(model, twin)
 
 
-def test_two_corrections_of_one_layer():
-    """Each for the parameters of its own optimiser; the biases are the second one's."""
-    model, twin = made(nn.RNN)
-    weights = [p for p in model.parameters() if p.ndim == 2]
-    biases = [p for p in model.parameters() if p.ndim == 1]
-    first, second = torch.optim.SGD(weights, lr=0.1), torch.optim.SGD(biases, lr=0.1)
-    one = consequent.attach(first, model, damping=0.03, loss_reduction="sum")
-    other = consequent.attach(second, model, damping=0.03, loss_reduction="sum")
+def split(model):
+    weights, biases = ([p for p in model.parameters() if p.ndim == ndim] for ndim in (2, 1))
+    return [torch.optim.SGD(weights, lr=0.1), torch.optim.SGD(biases, lr=0.1)]
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("at", AT)
+def test_weights_and_biases_in_two_optimisers(at, kind):
+    model, twin = made(kind)
+    optimizers, (optimizer, correction) = split(model), attached(twin, at=at)
+    together = consequent.attach(optimizers, model, at=at, relative_damping=DAMPING[1], loss_reduction="sum")
     x = normal(5, 4, 3)
+    for net, one in ((model, together), (twin, correction)):
+        squares(net(x)).sum().backward()
+        if at == "step":
+            one.step()
+    check_same_grads(model, twin)
+    del optimizer
+
+
+def test_biases_of_another_scale():
+    """One of two optimisers clips its gradients before the step: its part of the new ones is clipped as much."""
+    model, twin = made(nn.LSTM)
+    optimizers, (optimizer, correction) = split(model), attached(twin)
+    consequent.attach(optimizers, model, relative_damping=DAMPING[1], loss_reduction="sum", bound=None)
+    x, biases = normal(5, 4, 3), [[p for p in net.parameters() if p.ndim == 1] for net in (model, twin)]
     squares(model(x)).sum().backward()
-    one.step()
-    other.step()
-    expected = Expected(twin)
-    squares(expected(x)).sum().backward()
-    plain = {name: p.grad for name, p in twin.recurrent.named_parameters()}
-    X = torch.stack([torch.cat([x, h]) for x, h, _ in expected.loops.units[0][0].seen])
-    G = torch.cat([plain["weight_ih_l0"], plain["weight_hh_l0"]], dim=1)
-    new = torch.linalg.solve(X.T @ X + 0.03 * torch.eye(7, dtype=X.dtype), G.T).T
-    torch.testing.assert_close(model.recurrent.weight_ih_l0.grad, new[:, :3])
-    torch.testing.assert_close(model.recurrent.bias_hh_l0.grad, plain["bias_hh_l0"] / (len(X) + 0.03) / 2)
+    squares(twin(x)).sum().backward()
+    for bias in biases[0]:
+        bias.grad *= 0.25
+    correction.step()
+    for bias in biases[1]:
+        bias.grad *= 0.25
+    for one in optimizers:
+        one.step()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    for parameter, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected)
+    del optimizer
+
+
+def test_two_corrections_of_one_layer_are_refused():
+    model, _ = made(nn.RNN)
+    first, second = split(model)
+    consequent.attach(first, model)
+    with pytest.raises(RuntimeError, match=r"layer 'recurrent'.*lie in two optimisers.*attach\(\["):
+        consequent.attach(second, model)
 
 
 @pytest.mark.parametrize("at", AT)

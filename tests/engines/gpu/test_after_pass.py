@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 import consequent
 from consequent.engines.gpu import after_pass, kernels
 from consequent.engines.gpu.kernels import dense
+from consequent.engines.gpu.recordings import Replays
+from consequent.engines.gpu.row_launches import RowLaunches
 from consequent.engines.inverse_factor import inverse_factor
 from consequent.statistics.moment import Moment
 
@@ -237,3 +239,36 @@ def test_what_is_not_finite_stays_in_the_gradients():
     backward(model, x)
     assert all(not p.grad.sum().isfinite() for p in model.parameters())
     assert correction.counters.steps == 1
+
+
+class Recorder:
+    """Like a CUDA graph: what is replayed reads where it read."""
+
+    replayed = 0
+
+    def record(self, work):
+        recording = Recorder()
+        recording.replay = lambda: (setattr(Recorder, "replayed", Recorder.replayed + 1), work())
+        return recording
+
+
+def test_recorded_launches_read_what_is_there_now_and_overwrite_no_gradient(monkeypatch):
+    monkeypatch.setattr(dense, "MOST_ROWS", 3)
+    if DEVICE.type == "cpu":
+        replays = Replays(Recorder(), 2**30)
+        monkeypatch.setattr(RowLaunches, "_replays_on", lambda self, device: replays)
+    Recorder.replayed = 0
+    model = network()
+    optimizer, _ = attached(model)
+    kept = []
+    for seed in range(6):
+        x = torch.randn(7, 2, 4, 4, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        model.zero_grad()
+        backward(model, x)
+        assert_same(gradients(model), expected(model, x))
+        kept.append(([p.grad for p in model.parameters()], [p.grad.clone() for p in model.parameters()]))
+    for its, copies in kept:
+        assert all(torch.equal(*pair) for pair in zip(its, copies, strict=True))
+    if DEVICE.type == "cpu":
+        assert Recorder.replayed >= 3
+    del optimizer

@@ -14,6 +14,8 @@ from consequent.engines.engine import Outcome, Work
 from consequent.engines.gpu import kernels
 from consequent.engines.gpu.by_groups import ByGroups
 from consequent.engines.gpu.kernels import dense
+from consequent.engines.gpu.recordings import Replays
+from consequent.engines.gpu.row_launches import RowLaunches
 from consequent.maths.damping import Damping
 from consequent.reports.counters import NAMES
 
@@ -65,15 +67,16 @@ def expected(model, damping, x, change=lambda model: None, scale=5.0, limit=None
     return {name: p.grad for name, p in other.named_parameters()}
 
 
-def solved(model, damping, x, change=lambda model: None, scale=5.0, limit=None, finite=True):
-    kept, _, records = passed(model, damping, x)
+def solved(model, damping, x, change=lambda model: None, scale=5.0, limit=None, finite=True, engine=None):
+    kept, correction, records = passed(model, damping, x)
     change(model)
-    engine = ByGroups()
+    engine = engine or ByGroups()
     with torch.no_grad():
         solutions = engine.solve([Work(record, damping, False, scale, limit) for record in records])
         counts = torch.zeros(len(NAMES), dtype=torch.int64, device=DEVICE)
         is_finite = torch.stack([torch.as_tensor(s.finite, device=DEVICE) for s in solutions]).all()
         engine.write(solutions, Outcome(is_finite if finite is None else finite, lambda device: counts, False, False))
+    correction.detach()
     del kept
     assert len(solutions) == len(records)
     gradients = {name: p.grad.cpu().double() for name, p in model.named_parameters()}
@@ -129,3 +132,39 @@ def test_what_is_not_finite_zeroes_all(bad):
     assert not is_finite
     assert all((gradient == 0).all() for gradient in found.values())
     assert set(counts.values()) == {0}
+
+
+class Recorder:
+    """Like a CUDA graph: what is replayed reads where it read."""
+
+    replayed = 0
+
+    def record(self, work):
+        recording = Recorder()
+        recording.replay = lambda: (setattr(Recorder, "replayed", Recorder.replayed + 1), work())
+        return recording
+
+
+def test_recorded_launches_read_what_is_there_now(monkeypatch):
+    """New rows, gradients and limits at every step, and batches of two sizes."""
+    if DEVICE.type == "cpu":
+        replays = Replays(Recorder(), 2**30)
+        monkeypatch.setattr(RowLaunches, "_replays_on", lambda self, device: replays)
+    model, damping, engine = network(), Damping(0.1), ByGroups()
+    Recorder.replayed = 0
+    for step in range(10):
+        x = torch.randn(7 if step % 3 else 5, 20, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+        limit = 1e-3 * (1 + step)
+
+        def change(model, step=step):
+            if step in (4, 7):
+                model[2].weight.grad[0] = 1.0
+
+        model.zero_grad()
+        wanted = expected(model, damping, x, change, limit=limit)
+        found, counts, is_finite = solved(model, damping, x, change, limit=limit, engine=engine)
+        assert_same(found, wanted)
+        assert is_finite
+        assert counts["edited"] == (step in (4, 7))
+    if DEVICE.type == "cpu":
+        assert Recorder.replayed >= 3

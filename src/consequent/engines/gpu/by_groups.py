@@ -90,7 +90,7 @@ class ByGroups:
 
     def _limits_of(self, limits: list[float], device: torch.device) -> Sequence[float | Tensor]:
         """Where recordings read them, as they change with the learning rate."""
-        if device.type != "cuda" or graph_is_being_captured() or math.isinf(max(limits)):
+        if graph_is_being_captured() or math.isinf(max(limits)):
             return limits
         there = self._limits.get(device)
         if there is None or len(there) < len(limits):
@@ -154,20 +154,22 @@ def _corrected(
     factors, is_edited, numbers = _compared(group, old, old_bias, tolerance)
     trace, level, is_good, raised = group.status.unbind(-1)
     wanted, solved, is_good = group.wanted, group.transposed_coefficients, is_good > 0
-    shorter = torch.ones_like(trace)
+    shorter, plain = torch.ones_like(trace), 1 / (trace + level)
     if isinstance(limit, Tensor) or not math.isinf(limit):
         energies = (wanted * (wanted - level[:, None, None] * solved)).sum((1, 2)) * factors.square()
+        squares = old.square().sum((1, 2)) + (0 if old_bias is None else old_bias.square().sum(1))
+        energies = torch.where(is_edited, squares * plain, energies)
         allowed = trace * (limit**2 * (wanted.shape[1] / group.columns))
         shorter = torch.where(is_good, shortenings_of(energies, allowed), 1)
     finite = (solved.sum((1, 2)) + trace + numbers).isfinite().all()
     scale = group.layers[0].scale
     new, new_bias = group.combined(factors * shorter * scale)
-    plain = scale / (trace + level)
+    plain = plain * shorter * scale
     new = torch.where(is_edited[:, None, None], old * plain[:, None, None], new)
     if old_bias is not None:
         new_bias = torch.where(is_edited[:, None], old_bias * plain[:, None], new_bias)
-    is_short, rest = (shorter < 1) & ~is_edited, torch.zeros_like(is_good)
-    found = {"rescued": is_good & (raised > 0), "fallen_back": ~is_good, "edited": is_edited, "bounded": is_short}
+    rest = torch.zeros_like(is_good)
+    found = {"rescued": is_good & (raised > 0), "fallen_back": ~is_good, "edited": is_edited, "bounded": shorter < 1}
     return new, new_bias, torch.stack([found.get(name, rest) for name in NAMES]).sum(1), finite
 
 

@@ -54,7 +54,7 @@ class RowLaunches:
         device = layers[0].inputs.device
         read = [tensor for layer in layers for tensor in (layer.inputs, layer.output_grads)] + list(others)
         is_large = sum([tensor.nbytes for tensor in read]) > MOST_COPIED
-        if device.type != "cuda" or is_large or graph_is_being_captured():
+        if is_large or graph_is_being_captured() or (replays := self._replays_on(device)) is None:
             return work(layers, others), False
         # What a limit is, is read from the device, as it changes with the learning rate; not whether there is one.
         kinds = [layer._replace(limit=inf if layer.limit == inf else 0.0).kind for layer in layers]
@@ -67,14 +67,17 @@ class RowLaunches:
             layer._replace(inputs=inputs, output_grads=output_grads)
             for layer, inputs, output_grads in zip(layers, copies[::2], copies[1::2], strict=False)
         ]
-        replays = self._replays.get(device)
-        if replays is None:
-            most = torch.cuda.get_device_properties(device).total_memory // SHARE_OF_RESULTS
-            replays = self._replays[device] = Replays(GraphRecorder(side_stream(device, "recordings")), most)
         rest = copies[2 * len(layers) :]
         found = replays.run(piece, tuple([tensor.data_ptr() for tensor in copies]), lambda: work(copied, rest))
         replays.end_round()
         return found
+
+    def _replays_on(self, device: torch.device) -> Replays | None:
+        """None where nothing can be recorded."""
+        if device.type == "cuda" and device not in self._replays:
+            most = torch.cuda.get_device_properties(device).total_memory // SHARE_OF_RESULTS
+            self._replays[device] = Replays(GraphRecorder(side_stream(device, "recordings")), most)
+        return self._replays.get(device)
 
     def _copies_for(self, piece: Hashable, read: list[Tensor]) -> list[Tensor] | None:
         """Where recordings of this kind of work read; None the first time that it comes."""
