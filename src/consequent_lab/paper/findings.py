@@ -121,6 +121,15 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Lead:
+    """What a report begins with: a figure of the finding, what it shows in a sentence or two, and sizes of effects."""
+
+    figure: str  # its name
+    sentences: list[str]
+    effects: Table
+
+
+@dataclass(frozen=True)
 class Finding:
     """One experiment."""
 
@@ -131,4 +140,5 @@ class Finding:
     figures: list[Figure] = field(default_factory=list)
     statements: list[Statement] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
+    lead: Lead | None = None
     is_small: bool = False  # shows the machinery on the digits: there are no statements then
