@@ -67,7 +67,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Statement:
-    """What the paper says, how that is measured, and what was found. Measure and limit are said before the value."""
+    """What the paper says, how that is measured, and what was found."""
 
     paper: str  # its own words; […] is what was left out
     kind: Kind
