@@ -257,7 +257,7 @@ def test_what_is_said_of_resnet20_is_what_was_found(resnet20_finding):
     assert f"C-SGD {points} points;" in measured("striking resemblance").measured
     for words in ("SGD does better than other", "C-Adam did not change", "at all", "performed better than Adam"):
         assert measured(words).verdict == "does not hold", words
-    for words in ("in the beginning", "vanishing and exploding"):
+    for words in ("in the beginning", "vanishing and exploding", "striking resemblance"):
         assert measured(words).verdict == "does not hold", words
 
 

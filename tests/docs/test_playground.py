@@ -15,7 +15,7 @@ import consequent
 from consequent.filters import nlms
 from consequent.maths import bound, damping
 from consequent_lab.paper.findings import Axis, Figure, Panel, Series
-from consequent_lab.report.looks import looks
+from consequent_lab.report.curve_styles import curve_styles
 
 pytestmark = needs_chromium
 
@@ -372,7 +372,7 @@ def test_methods_have_the_colours_of_the_lab(shared):
     names = {"c-sgd": "C-SGD", "sgd": "SGD", "momentum": "SGD with momentum", "nlms": "NLMS"}
     axis = Axis("x", "x")
     series = [Series(name, {"x": [0.0]}, style="line+markers") for name in names.values()]
-    lab = looks(Figure("surface", "", "", [Panel("", series, [axis], [axis])]))
+    lab = curve_styles(Figure("surface", "", "", [Panel("", series, [axis], [axis])]))
     text = PATH.read_text()
     for variable, name in names.items():
         light, dark = re.search(rf"--{variable}: light-dark\((#\w+), (#\w+)\);", text).groups()

@@ -3,7 +3,7 @@
 import math
 import random
 
-from consequent_lab.paper.findings import Axis, Contours, Figure, Finding, Panel, Series, Statement, Table
+from consequent_lab.paper.findings import Axis, Contours, Figure, Finding, Lead, Panel, Series, Statement, Table
 
 HOSTILE = "<b>b</b> &lt; <script>alert('x')</script> & \"quotes\" %{x} $5 $6"
 BY_LOSS = [Axis("loss", "training loss", log=True), Axis("accuracy", "training accuracy")]
@@ -137,7 +137,7 @@ def resnet(points):
             "99.99 % first at iteration 6,630 (6,240–7,020), three seeds. " * 3,
             (True, False, True),
             circumstances="Test accuracy in %: C-SGD 66.8 (63.8–69.8). Seeds: 3. Search: 11 learning rates each.",
-            remark=long,
+            remark="A remark that is rather long, too. " * 9,
         ),
         Statement("SGD with BN crosses the C-SGD line.", "empirical", "Where it is lower.", "No run so long.", (None,)),
         Statement("C-SGD does help.", "digits", "The loss; holds if it is lower.", "It is.", (True,)),
@@ -152,6 +152,7 @@ def resnet(points):
         [figure],
         statements,
         [Table("Every run", columns, rows)],
+        Lead("resnet20", ["All is known by heart."], Table("Sizes of effects", ["who", "seeds"], [["C-SGD", 3.0]])),
     )
 
 

@@ -22,7 +22,7 @@ def everything(tmp_path_factory):
     """The quick version of all experiments; what it printed, and its runs."""
     runs = tmp_path_factory.mktemp("reproduce") / "runs"
     command = [*COMMAND, "reproduce", "all", "--quick", "--runs", str(runs), "--workers", "2"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert run.returncode == 0, run.stderr
     return run, runs
 

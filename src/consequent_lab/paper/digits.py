@@ -186,4 +186,4 @@ def _choices_figure(kept: Kept) -> Figure:
     return Figure(f"{NAME}-choices", "What ridge and momentum do, on the digits", caption, panels)
 
 
-_MEAN_LOSS = Axis("mean_log_loss", "log₁₀ of the loss, mean of 20 epochs")
+_MEAN_LOSS = Axis("mean_log_loss", "mean log₁₀ of the loss")

@@ -53,7 +53,7 @@ def race(quick: bool = False) -> Race:
         for label, config in configs.items()
     )
     if quick:
-        search = Search(epochs=1, lowest=-8, highest=-4, extensions=0, half_ways=False)
+        search = Search(epochs=1, lowest=-8, highest=-6, extensions=0, half_ways=False)
         return Race(f"{NAME}-quick", contestants, search, timed_iterations=20)
     return Race(NAME, contestants, Search(epochs=3), timed_iterations=100)
 

@@ -67,7 +67,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Statement:
-    """What the paper says, how that is measured, and what was found. Measure and limit are said before the value."""
+    """What the paper says, how that is measured, and what was found."""
 
     paper: str  # its own words; […] is what was left out
     kind: Kind
@@ -121,6 +121,15 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Lead:
+    """What a report begins with: a figure of the finding, what it shows in a sentence or two, and sizes of effects."""
+
+    figure: str  # its name
+    sentences: list[str]
+    effects: Table
+
+
+@dataclass(frozen=True)
 class Finding:
     """One experiment."""
 
@@ -131,4 +140,5 @@ class Finding:
     figures: list[Figure] = field(default_factory=list)
     statements: list[Statement] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
+    lead: Lead | None = None
     is_small: bool = False  # shows the machinery on the digits: there are no statements then

@@ -282,8 +282,10 @@ def rates_table(contestants: Iterable[KeptContestant]) -> Table:
             abandoned = ", ".join(f"{rate_at(rung):g}" for rung in choice.abandoned) if choice else ""
             tried = f"{len(one.search.losses)}{', grid extended' if one.search.extended else ''}"
             chosen = None if choice is None else choice.rate
-            rows.append([one.full_label, tried, rate_at(best), one.search.losses[best], abandoned, chosen])
-    columns = ["contestant", "rates tried", "best rate", "its loss", "abandoned after a full run failed", "rate taken"]
+            rows.append([one.full_label, tried, rate_at(best), one.search.losses[best], chosen, abandoned])
+    columns = ["contestant", "rates tried", "best rate", "its loss", "rate taken", "abandoned after a full run failed"]
+    if not any(row[-1] for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
     return Table("Learning rates", columns, rows)
 
 

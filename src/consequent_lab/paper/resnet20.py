@@ -1,11 +1,12 @@
 """What becomes of the paper's statements on ResNet-20 (its fourth experiment): the finding and its figures."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from consequent_lab.paper.archive import Archive, KeptRun
-from consequent_lab.paper.findings import Axis, Figure, Finding, Number, Panel, Series, Table
+from consequent_lab.paper.findings import Axis, Figure, Finding, Lead, Number, Panel, Series, Table
 from consequent_lab.paper.kept_contestants import (
     ITERATIONS_OR_SECONDS,
     KeptContestant,
@@ -70,7 +71,64 @@ def finding(*runs: Path) -> Finding:
             rates_table(contestants.values()),
             runs_table(contestants.values()),
         ],
+        lead=None if is_small else lead(contestants),
         is_small=is_small,
+    )
+
+
+def _without_count(spread_: str) -> str:
+    """Returns mean and range without the number of seeds, which has a column of its own.
+
+    >>> _without_count("2,000 (1,000–3,000; 2 seeds)"), _without_count("not within 10,000")
+    ('2,000 (1,000–3,000)', 'not within 10,000')
+    """
+    return re.sub(r"; \d+ seeds\)", ")", spread_)
+
+
+def lead(contestants: dict[str, KeptContestant]) -> Lead | None:
+    """Returns what a report begins with; None if runs are missing."""
+    shown = {label: contestants[label] for label in HEADLINES}
+    if not all(one.runs for one in shown.values()):
+        return None
+    end = last_common_epoch(list(contestants.values()))
+    learnt = {
+        label: spread([reaches(run) for run in one.runs], within=min(run.outcome["iteration"] for run in one.runs))
+        for label, one in shown.items()
+    }
+    accuracy = {
+        label: spread([100 * (run.at("test_accuracy", end) or 0) for run in one.runs], ".1f")
+        for label, one in shown.items()
+    }
+    rows: list[list[str | Number]] = [
+        [
+            label,
+            float(len(one.runs)),
+            float(len(one.search.losses)),
+            _without_count(learnt[label]),
+            _without_count(spread([run.at("epoch_loss", end) for run in one.runs], ".2g")),
+            _without_count(accuracy[label]),
+        ]
+        for label, one in shown.items()
+    ]
+    columns = [
+        "ResNet-20, CIFAR-10",
+        "seeds",
+        "learning rates searched",
+        "iteration from which the training set is known by heart",
+        f"training loss at {end:,}",
+        f"test accuracy at {end:,}, %",
+    ]
+    soon, late, later = (text.split(" (")[0] for text in learnt.values())
+    ours, plain, with_norm = (text.split(" (")[0] for text in accuracy.values())
+    return Lead(
+        f"{NAME}-headline",
+        [
+            "Without BatchNorm, ResNet-20 knows CIFAR-10's whole training set by heart after "
+            f"{soon} iterations with C-SGD (SGD: {late}; SGD with BatchNorm: {later}).",
+            f"On the test set, which the paper does not report, C-SGD is right in {ours} %, SGD in {plain} % and SGD "
+            f"with BatchNorm in {with_norm} %.",
+        ],
+        Table("Sizes of effects: mean (range) over seeds", columns, rows),
     )
 
 
@@ -100,11 +158,16 @@ def headlines_table(contestants: Iterable[KeptContestant]) -> Table:
                 float(len(runs)),
                 runs[0].config.lr,
                 " to ".join(f"{iteration:,}" for iteration in sorted({ends[0], ends[-1]})),
-                spread([reaches(run) for run in runs], within=ends[0]),
-                spread([stays_at_all(run) for run in runs], within=ends[0]),
-                spread([run.at("epoch_loss", end) for run in compared], ".2g"),
-                spread([run.at("test_accuracy", end) for run in compared], ".3f"),
-                spread([float(sum(lost for at, lost in run.curve("forgotten") if at <= end)) for run in compared]),
+                *map(
+                    _without_count,
+                    (
+                        spread([reaches(run) for run in runs], within=ends[0]),
+                        spread([stays_at_all(run) for run in runs], within=ends[0]),
+                        spread([run.at("epoch_loss", end) for run in compared], ".2g"),
+                        spread([run.at("test_accuracy", end) for run in compared], ".3f"),
+                        spread([float(sum(n for at, n in run.curve("forgotten") if at <= end)) for run in compared]),
+                    ),
+                ),
             ]
         )
     return Table("Mean and range over the seeds", columns, rows)

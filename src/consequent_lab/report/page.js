@@ -1,11 +1,9 @@
 "use strict";
 
-// The figures are drawn from the data in the page. A figure has one state: the chosen columns, the scales and the
-// hidden groups. Whatever changes it has all panels drawn again.
+// A figure has one state: the chosen columns, the scales and the hidden groups. Whatever changes it has its panels drawn
+// again.
 
 const root = document.documentElement;
-const INTERFACE_FONT = getComputedStyle(root).getPropertyValue("--interface");
-const coarsePointer = matchMedia("(pointer: coarse)");
 const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
 
 // ---- theme ------------------------------------------------------------------------------------------------------
@@ -16,15 +14,6 @@ function isDark() {
   return root.dataset.theme ? root.dataset.theme === "dark" : systemIsDark.matches;
 }
 
-// A colour of the style sheet, as it is in the present theme.
-function colour(name) {
-  const probe = document.body.appendChild(document.createElement("span"));
-  probe.style.color = `var(--${name})`;
-  const resolved = getComputedStyle(probe).color;
-  probe.remove();
-  return resolved;
-}
-
 function remembered() {
   try { return localStorage.getItem("theme"); } catch { return null; } // some browsers forbid it for files
 }
@@ -32,7 +21,6 @@ function remembered() {
 function setTheme(theme) {
   if (theme === "dark" || theme === "light") root.dataset.theme = theme;
   themeButton.setAttribute("aria-pressed", String(isDark()));
-  redrawAll();
 }
 
 themeButton.addEventListener("click", () => {
@@ -41,53 +29,36 @@ themeButton.addEventListener("click", () => {
   setTheme(theme);
 });
 systemIsDark.addEventListener("change", () => setTheme(null));
+setTheme(remembered());
 
 // ---- figures ----------------------------------------------------------------------------------------------------
-
-// Plotly reads some HTML in its texts, fields in its templates and formulas between dollars; names are text alone.
-function asText(text) {
-  return text.replace(/[&<>%$]/g, (character) => `&#${character.charCodeAt(0)};`);
-}
 
 class Figure {
   constructor(element, data) {
     this.element = element;
     this.data = data;
-    this.plots = [...element.querySelectorAll(".plot")];
+    const plots = [...element.querySelectorAll(".plot")];
+    this.charts = data.panels.map((panel, number) => (plots[number]?.hidden ?? true ? null : new Chart(plots[number], panel, data.styles)));
     this.columns = data.panels.map((panel) => ({ x: panel.x[0].column, y: panel.y[0].column })); // shown, by panel
     this.logs = new Map(); // of columns that were switched; the others are as their axis says
     this.hidden = new Set();
     this.drawn = false;
-    for (const button of element.querySelectorAll("[data-column]")) {
-      button.addEventListener("click", () => {
-        this.choose(button.dataset.direction, button.dataset.column);
-        this.update();
-      });
-    }
-    for (const button of element.querySelectorAll("[data-log]")) {
-      button.addEventListener("click", () => {
-        const direction = button.dataset.log;
-        const log = !this.isLog(direction);
-        for (const axis of this.axesShown(direction)) this.logs.set(axis.column, log);
-        this.update();
-      });
-    }
-    for (const button of element.querySelectorAll("[data-group]")) {
-      const group = Number(button.dataset.group);
-      button.addEventListener("click", () => {
-        if (!this.hidden.delete(group)) this.hidden.add(group);
-        this.update();
-      });
-      button.addEventListener("dblclick", () => {
-        this.hidden = new Set(data.looks.keys());
-        this.hidden.delete(group);
-        this.update();
-      });
-    }
-    element.querySelector("[data-all]")?.addEventListener("click", () => {
-      this.hidden.clear();
-      this.update();
+    const on = (selector, type, action) => {
+      for (const button of element.querySelectorAll(selector)) {
+        button.addEventListener(type, () => { action(button.dataset); this.update(); });
+      }
+    };
+    on("[data-column]", "click", ({ direction, column }) => this.choose(direction, column));
+    on("[data-log]", "click", ({ log: direction }) => {
+      const log = !this.isLog(direction);
+      for (const axis of this.axesShown(direction)) this.logs.set(axis.column, log);
     });
+    on("[data-group]", "click", ({ group }) => { if (!this.hidden.delete(Number(group))) this.hidden.add(Number(group)); });
+    on("[data-group]", "dblclick", ({ group }) => {
+      this.hidden = new Set(data.styles.keys());
+      this.hidden.delete(Number(group));
+    });
+    on("[data-all]", "click", () => this.hidden.clear());
     this.updateControls();
   }
 
@@ -103,7 +74,7 @@ class Figure {
   }
 
   axesShown(direction) {
-    return this.data.panels.filter((panel) => !panel.equalScales && !panel.contours).map((panel) => this.axisOf(panel, direction));
+    return this.data.panels.filter((panel) => !panel.equalScales).map((panel) => this.axisOf(panel, direction));
   }
 
   axisIsLog(axis) {
@@ -137,132 +108,39 @@ class Figure {
 
   draw() {
     this.drawn = true;
-    this.data.panels.forEach((panel, number) => {
-      if (!this.plots[number] || this.plots[number].hidden) return; // nothing was measured
-      Plotly.react(this.plots[number], this.traces(panel), this.layout(panel), {
-        responsive: true,
-        displaylogo: false,
-        displayModeBar: coarsePointer.matches ? true : "hover",
-        modeBarButtons: [
-          ...(coarsePointer.matches ? [] : [["toImage"], ["zoom2d", "pan2d"]]),
-          ["zoomIn2d", "zoomOut2d", "resetScale2d"],
-        ],
-        toImageButtonOptions: { filename: this.data.name },
-      });
-    });
+    this.data.panels.forEach((panel, number) => this.charts[number]?.draw(this.view(panel)));
   }
 
-  traces(panel) {
-    const x = this.axisOf(panel, "x");
-    const y = this.axisOf(panel, "y");
-    const traces = panel.contours ? [contourTrace(panel.contours)] : [];
-    for (const curve of panel.curves) {
-      const look = this.data.looks[curve.group];
-      const stroke = isDark() ? look.colour.dark : look.colour.light;
-      const faint = curve.role === "one of several";
-      const mode = { markers: "markers", "line+markers": "lines+markers" }[curve.style] ?? "lines";
-      traces.push({
-        type: "scatter",
-        mode: faint && mode !== "markers" ? "lines" : mode,
-        x: curve.columns[x.column],
-        y: curve.columns[y.column],
-        name: asText(curve.label),
-        meta: asText(curve.label),
-        legendgroup: String(curve.group),
-        visible: !this.hidden.has(curve.group),
-        opacity: faint ? 0.38 : 1,
-        line: {
-          color: stroke,
-          width: faint ? 1 : look.width,
-          dash: curve.dash,
-        },
-        marker: {
-          color: stroke,
-          size: curve.style === "markers" ? 10 : 5.5,
-          symbol: look.symbol === "x" ? "x-thin" : look.symbol,
-          line: { color: stroke, width: look.symbol === "x" ? 2.6 : 0 },
-        },
-        hovertemplate: `<b>%{meta}</b><br>${asText(x.title)} %{x:,.6~g}<br>${asText(y.title)} %{y:,.4~g}<extra></extra>`,
-      });
-    }
-    return traces;
-  }
-
-  layout(panel) {
-    const [ink, quiet, line, card] = ["ink", "quiet", "line", "card"].map(colour);
-    const fixed = panel.equalScales || panel.contours;
-    const axis = (direction) => {
-      const shown = this.axisOf(panel, direction);
-      const log = fixed ? shown.log : this.axisIsLog(shown);
-      return {
-        title: { text: asText(shown.title), standoff: 8, font: { size: 13, color: quiet } },
-        type: log ? "log" : "linear",
-        uirevision: `${shown.column} ${log}`, // a zoom lasts until its axis changes
-        tickformat: ",.6~g",
-        gridcolor: line,
-        linecolor: line,
-        zeroline: false,
-        ticks: "outside",
-        ticklen: 4,
-        tickcolor: line,
-        tickfont: { size: 12, color: quiet },
-        automargin: true,
-        nticks: log ? Math.min(8, Math.max(3, Math.floor(shown.decades / 0.7))) : 7, // powers of ten, or 1, 2, 5 if they are few
-        ...(panel.contours && { range: [panel.contours[direction][0], panel.contours[direction].at(-1)] }),
-      };
-    };
-    // Contours keep their rectangle; elsewhere the shorter direction shows more than the curves need.
-    const equal = panel.equalScales ? { constrain: panel.contours ? "domain" : "range" } : {};
-    return {
-      xaxis: { ...axis("x"), ...equal },
-      yaxis: { ...axis("y"), ...equal, ...(panel.equalScales && { scaleanchor: "x", scaleratio: 1 }) },
-      autosize: true,
-      margin: { l: 12, r: 14, t: coarsePointer.matches ? 48 : 12, b: 12 }, // fingers have the buttons always there
-      showlegend: false, // the buttons above are the legend of all panels
-      paper_bgcolor: "rgba(0,0,0,0)",
-      plot_bgcolor: "rgba(0,0,0,0)",
-      font: { family: INTERFACE_FONT, color: ink },
-      hovermode: "closest",
-      hoverlabel: { bgcolor: card, bordercolor: line, font: { color: ink, size: 13 }, align: "left" },
-      dragmode: coarsePointer.matches ? false : "zoom", // a finger on a figure scrolls the page
-      modebar: { bgcolor: "rgba(0,0,0,0)", color: quiet, activecolor: ink },
-      uirevision: "kept",
-    };
+  view(panel) {
+    const axes = { x: this.axisOf(panel, "x"), y: this.axisOf(panel, "y") };
+    return { axes, log: { x: this.axisIsLog(axes.x), y: this.axisIsLog(axes.y) }, hidden: this.hidden };
   }
 }
 
-// Square roots of the heights: for a parabola the lines then lie at equal distances.
-function contourTrace({ x, y, heights }) {
-  const lowest = Math.min(...heights.flat());
-  return {
-    type: "contour",
-    x,
-    y,
-    z: heights.map((row) => row.map((height) => Math.sqrt(height - lowest))),
-    colorscale: [[0, colour("valley")], [1, colour("card")]],
-    ncontours: 16,
-    line: { width: 0.8, color: colour("contour") },
-    showscale: false,
-    hoverinfo: "skip",
-  };
-}
+const data = new Map(JSON.parse(document.getElementById("figures").textContent).map((figure) => [figure.name, figure]));
+const figures = [...document.querySelectorAll(".figure")].map((element) => new Figure(element, data.get(element.dataset.figure)));
 
-const data = JSON.parse(document.getElementById("figures").textContent);
-const figures = [...document.querySelectorAll(".figure")].map((element) => new Figure(element, data[Number(element.dataset.figure)]));
-
-function redrawAll() {
-  for (const figure of figures) if (figure.drawn) figure.draw();
-}
-
-// Figures are drawn when they come near: a phone has the first one at once.
+// Figures are drawn when they come near, and again when their size changes.
 const nearby = new IntersectionObserver((entries) => {
   for (const entry of entries) {
     if (!entry.isIntersecting) continue;
     nearby.unobserve(entry.target);
-    figures.find((figure) => figure.element === entry.target).draw();
+    const figure = figures.find(({ element }) => element === entry.target);
+    figure.draw();
+    resized.observe(figure.element);
   }
 }, { rootMargin: "800px" });
+const resized = new ResizeObserver((entries) => {
+  for (const entry of entries) figures.find(({ element }) => element === entry.target).draw();
+});
 for (const figure of figures) nearby.observe(figure.element);
+
+// The list of figures: the first panel of each that has one, small.
+for (const place of document.querySelectorAll(".thumbnail")) {
+  const figure = figures.find(({ data: { name } }) => name === place.dataset.of);
+  const panel = figure.data.panels.find((one) => one.curves.length);
+  if (panel) new Chart(place, panel, figure.data.styles, true).draw(figure.view(panel));
+}
 
 // Paper is light, narrow, and shows everything at once.
 let themeOnScreen;
@@ -272,10 +150,7 @@ function drawForPrint(starts) {
   if (starts) root.dataset.theme = "light";
   else if (themeOnScreen) root.dataset.theme = themeOnScreen;
   else delete root.dataset.theme;
-  for (const figure of figures) {
-    figure.draw();
-    for (const plot of figure.plots) if (!plot.hidden) Plotly.Plots.resize(plot);
-  }
+  for (const figure of figures) figure.draw();
 }
 addEventListener("beforeprint", () => {
   for (const details of document.querySelectorAll("details.runs")) details.open = true;
@@ -283,19 +158,17 @@ addEventListener("beforeprint", () => {
 });
 addEventListener("afterprint", () => drawForPrint(false));
 
-setTheme(remembered());
-
-// ---- overview ---------------------------------------------------------------------------------------------------
+// ---- verdicts: those of one kind alone ---------------------------------------------------------------------------
 
 const counts = [...document.querySelectorAll(".count")];
 for (const button of counts) {
   button.addEventListener("click", () => {
     const only = button.getAttribute("aria-pressed") === "true" ? null : button.dataset.mark;
     for (const other of counts) other.setAttribute("aria-pressed", String(other.dataset.mark === only));
-    for (const item of document.querySelectorAll(".summary-list > li")) {
-      const statements = [...item.querySelectorAll("li")];
+    for (const group of document.querySelectorAll(".statement-group")) {
+      const statements = [...group.querySelectorAll(".statement")];
       for (const statement of statements) statement.hidden = only !== null && statement.dataset.mark !== only;
-      item.hidden = statements.every((statement) => statement.hidden);
+      group.hidden = statements.every((statement) => statement.hidden);
     }
   });
 }
@@ -361,6 +234,6 @@ function sortTable(head) {
   body.append(...rows);
 }
 
-for (const head of document.querySelectorAll("th")) {
+for (const head of document.querySelectorAll(".table-box th")) {
   head.querySelector("button").addEventListener("click", () => sortTable(head));
 }

@@ -11,8 +11,8 @@ from typing import get_args
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from consequent_lab.paper.findings import Finding, Number, Table, Verdict
-from consequent_lab.report.looks import DASHES, looks
+from consequent_lab.paper.findings import KINDS, Finding, Number, Table, Verdict
+from consequent_lab.report.curve_styles import DASHES, curve_styles
 from consequent_lab.report.payload import aspect, choices, columns_of, payload, rounded
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -25,13 +25,11 @@ MARKS: dict[Verdict, str] = {  # the name of an icon, which is also that of a st
 
 
 def page(findings: Sequence[Finding]) -> str:
-    """Returns the page.
+    """Returns the page. If any finding only shows the machinery, the page has no verdicts at all, and says why.
 
     Args:
         findings: as `checked` returns them.
     """
-    from plotly.offline import get_plotlyjs
-
     environment = Environment(
         loader=PackageLoader("consequent_lab", "report"),
         autoescape=True,
@@ -42,21 +40,25 @@ def page(findings: Sequence[Finding]) -> str:
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False, "allow_nan": False}
     environment.filters["number"] = number
     environment.tests["numeric"] = lambda value: value is None or isinstance(value, int | float)
-    scripts = [get_plotlyjs(), _asset("page.js")]
+    scripts = [_asset("chart.js"), _asset("page.js")]
     return environment.get_template("page.html").render(
         findings=findings,
         payloads=[payload(figure) for finding in findings for figure in finding.figures],
-        counts=Counter(statement.verdict for finding in findings for statement in finding.statements),
+        lead=next((finding.lead for finding in findings if finding.lead), None),
+        is_small=any(finding.is_small for finding in findings),
+        counts=Counter((one.kind, one.verdict) for finding in findings for one in finding.statements),
+        judged=sum(one.kind == "empirical" for finding in findings for one in finding.statements),
+        kinds=KINDS,
         verdicts=VERDICTS,
         marks=MARKS,
-        looks=looks,
+        curve_styles=curve_styles,
         choices=choices,
         dashes=DASHES,
         aspect=aspect,
         columns_of=columns_of,
         is_numeric=is_numeric,
         style=Markup(_asset("page.css")),
-        # Files of this package and of plotly's; nothing else on the page is marked as safe.
+        # Files of this package; nothing else on the page is marked as safe.
         scripts=[Markup(script) for script in scripts],
         script_digests=[_digest(script) for script in scripts],
         version=_version(),

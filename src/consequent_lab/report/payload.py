@@ -1,24 +1,26 @@
 """A figure as the data that the page's script draws from."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
-from consequent_lab.paper.findings import Axis, Figure, Number, Panel
-from consequent_lab.report.looks import Look, dashes, group_of, looks
+import numpy as np
+
+from consequent_lab.paper.findings import Axis, Contours, Figure, Number, Panel
+from consequent_lab.report.curve_styles import CurveStyle, curve_styles, dashes, group_of
 from consequent_lab.report.seeds import Curve, curves
 
-DIGITS = 7  # far more than a screen shows; float64's seventeen would double the size of the page
+DIGITS = 5  # more than a screen shows
+CONTOURS = 16
 
 
 def payload(figure: Figure) -> dict[str, Any]:
     """Returns a figure as what JSON can say. Groups are numbered in the order of the legend."""
-    appearance = looks(figure)
+    styles = curve_styles(figure)
     return {
         "name": figure.name,
-        "looks": [asdict(look) for look in appearance.values()],
-        "panels": [_panel(panel, appearance) for panel in figure.panels],
+        "styles": [asdict(style) for style in styles.values()],
+        "panels": [_panel(panel, styles) for panel in figure.panels],
     }
 
 
@@ -68,23 +70,23 @@ def _extent(values: Sequence[Number]) -> float:
     return max(present, default=0.0) - min(present, default=0.0)
 
 
-def _panel(panel: Panel, appearance: dict[str, Look]) -> dict[str, Any]:
-    numbers = {group: number for number, group in enumerate(appearance)}
+def _panel(panel: Panel, styles: dict[str, CurveStyle]) -> dict[str, Any]:
+    numbers = {group: number for number, group in enumerate(styles)}
     shown = [axis.column for axis in (*panel.x, *panel.y)]
     return {
         "x": [_axis(axis, panel) for axis in panel.x],
         "y": [_axis(axis, panel) for axis in panel.y],
         "equalScales": panel.equal_scales,
-        "contours": {name: _rounded_all(values) for name, values in asdict(panel.contours).items()}
-        if panel.contours
-        else None,
+        "pointsAlone": all(series.style == "markers" for series in panel.series),
+        "contours": contour_lines(panel.contours) if panel.contours else [],
+        "extent": {"x": ends(panel.contours.x), "y": ends(panel.contours.y)} if panel.contours else None,
         "curves": [
             {
                 "label": curve.series.label,
                 "group": numbers[group_of(curve.series)],
                 "style": curve.series.style,
                 "role": curve.role,
-                "dash": _dash(curve, appearance[group_of(curve.series)]),
+                "dash": _dash(curve, styles[group_of(curve.series)]),
                 "columns": {name: _rounded_all(curve.series.columns[name]) for name in shown},
             }
             for curve in curves(panel)
@@ -92,10 +94,29 @@ def _panel(panel: Panel, appearance: dict[str, Look]) -> dict[str, Any]:
     }
 
 
-def _dash(curve: Curve, look: Look) -> str:
-    """Returns the dashes as plotly wants them."""
-    lengths = dashes(look, curve.series.style)
-    return ",".join(f"{length * look.width:.1f}px" for length in lengths) or "solid"
+def _dash(curve: Curve, style: CurveStyle) -> str:
+    """Returns the dashes as SVG wants them."""
+    return " ".join(f"{length * style.width:.1f}" for length in dashes(style, curve.series.style)) or "none"
+
+
+def contour_lines(contours: Contours) -> list[list[list[Number]]]:
+    """Returns lines of equal height, each as its x and y.
+
+    They are at equal steps of the square root: for a parabola they then lie at equal distances.
+    """
+    from contourpy import contour_generator
+
+    heights = np.array(contours.heights)
+    roots = np.sqrt(heights - heights.min())
+    generator = contour_generator(contours.x, contours.y, roots)
+    levels = np.linspace(0, roots.max(), CONTOURS + 2)[1:-1]
+    lines: list[Any] = [line for level in levels for line in generator.lines(level)]
+    return [[_rounded_all(line[:, side].tolist()) for side in (0, 1)] for line in lines]
+
+
+def ends(values: list[float]) -> list[float]:
+    """Returns the first and the last."""
+    return [values[0], values[-1]]
 
 
 def _axis(axis: Axis, panel: Panel) -> dict[str, Any]:
@@ -104,7 +125,6 @@ def _axis(axis: Axis, panel: Panel) -> dict[str, Any]:
     return {
         **asdict(axis),
         "hasLog": bool(positive) and min(values) >= 0,
-        "decades": math.log10(max(positive) / min(positive)) if positive else 0,
     }
 
 
@@ -113,10 +133,10 @@ def _rounded_all(values: list[Any]) -> list[Any]:
 
 
 def rounded(value: Number) -> Number:
-    """Returns the number with seven digits; whole ones without a decimal point.
+    """Returns the number with five digits; whole ones as they are, without a decimal point.
 
-    >>> rounded(0.123456789), rounded(40000.0), rounded(None)
-    (0.1234568, 40000, None)
+    >>> rounded(0.123456789), rounded(1234567.0), rounded(None)
+    (0.12346, 1234567, None)
     """
     if value is None:
         return None

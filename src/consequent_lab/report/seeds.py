@@ -6,7 +6,7 @@ from statistics import median
 from typing import Literal
 
 from consequent_lab.paper.findings import Number, Panel, Series
-from consequent_lab.report.looks import group_of
+from consequent_lab.report.curve_styles import group_of
 
 
 @dataclass(frozen=True)

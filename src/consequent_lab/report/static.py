@@ -1,4 +1,4 @@
-"""Figures as files, fit for a paper: the same looks as on the page, PNG and SVG, the same bytes every time."""
+"""Figures as files, fit for a paper: the same styles as on the page, PNG and SVG, the same bytes every time."""
 
 import math
 import re
@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from consequent_lab.figures import FAINT, INK
 from consequent_lab.paper.findings import Axis, Contours, Figure, Panel
 from consequent_lab.records import write_atomically
-from consequent_lab.report.looks import Look, dashes, group_of, looks
+from consequent_lab.report.curve_styles import CurveStyle, curve_styles, dashes, group_of
 from consequent_lab.report.payload import aspect, choices, columns_of
 from consequent_lab.report.seeds import Curve, curves
 
@@ -87,18 +87,18 @@ def _drawn(figure: Figure, chosen: set[str]) -> Canvas:
     canvas = Canvas(figsize=(width * columns, height * rows + 0.75), layout="constrained")
     FigureCanvasAgg(canvas)
     grid = canvas.subplots(rows, columns, squeeze=False).ravel()
-    appearance = looks(figure)
+    styles = curve_styles(figure)
     for axes, panel in zip(grid, figure.panels, strict=False):
         x, y = (next((axis for axis in offered if axis.column in chosen), offered[0]) for offered in (panel.x, panel.y))
-        _draw_panel(axes, panel, x, y, appearance)
+        _draw_panel(axes, panel, x, y, styles)
     for axes in grid[len(figure.panels) :]:
         axes.set_visible(False)
     canvas.suptitle(_text(figure.title), fontsize=11.5, color=INK, fontweight="bold")
-    if appearance:
+    if styles:
         canvas.legend(
-            handles=[_legend_entry(group, look) for group, look in appearance.items()],
+            handles=[_legend_entry(group, line) for group, line in styles.items()],
             loc="outside lower center",
-            ncols=min(len(appearance), 2 * columns if columns > 1 else 4),
+            ncols=min(len(styles), 2 * columns if columns > 1 else 4),
             frameon=False,
             fontsize=8.5,
             labelcolor=INK,
@@ -114,7 +114,7 @@ def _note_on_seeds(figure: Figure) -> str | None:
     return "thin: single seeds; strong: their median, as far as all of them go" if "median" in roles else None
 
 
-def _draw_panel(axes: Axes, panel: Panel, x: Axis, y: Axis, appearance: dict[str, Look]) -> None:
+def _draw_panel(axes: Axes, panel: Panel, x: Axis, y: Axis, styles: dict[str, CurveStyle]) -> None:
     axes.set_title(_text(panel.title), fontsize=9.5, color=INK, loc="left")
     axes.set_xlabel(_text(x.title), color=INK)
     axes.set_ylabel(_text(y.title), color=INK)
@@ -129,7 +129,7 @@ def _draw_panel(axes: Axes, panel: Panel, x: Axis, y: Axis, appearance: dict[str
     if not panel.series:
         axes.annotate("no runs yet", (0.5, 0.5), xycoords="axes fraction", ha="center", color=FAINT)
     for curve in curves(panel):
-        _draw_curve(axes, curve, x, y, appearance[group_of(curve.series)])
+        _draw_curve(axes, curve, x, y, styles[group_of(curve.series)])
     for axis, shown in ((axes.xaxis, x), (axes.yaxis, y)):
         _scale(axis, shown.log)
     if panel.contours:
@@ -139,20 +139,20 @@ def _draw_panel(axes: Axes, panel: Panel, x: Axis, y: Axis, appearance: dict[str
         axes.set_aspect("equal", adjustable="box" if panel.contours else "datalim")
 
 
-def _draw_curve(axes: Axes, curve: Curve, x: Axis, y: Axis, look: Look) -> None:
+def _draw_curve(axes: Axes, curve: Curve, x: Axis, y: Axis, line: CurveStyle) -> None:
     style, faint = curve.series.style, curve.role == "one of several"
     with_markers = style == "markers" or (style == "line+markers" and not faint)
     axes.plot(
         _numbers(curve.series.columns[x.column]),
         _numbers(curve.series.columns[y.column]),
-        color=look.colour.light,
-        linewidth=0.6 if faint else POINTS_PER_PIXEL * look.width,
-        linestyle="none" if style == "markers" else _linestyle(look, style),
+        color=line.colour.light,
+        linewidth=0.6 if faint else POINTS_PER_PIXEL * line.width,
+        linestyle="none" if style == "markers" else _linestyle(line, style),
         alpha=0.5 if faint else 1.0,
-        marker=SYMBOLS[look.symbol] if with_markers else None,
+        marker=SYMBOLS[line.symbol] if with_markers else None,
         markersize=6 if style == "markers" else 3,
-        markeredgewidth=1.6 if look.symbol == "x" else 0,
-        zorder=4 if look.points_only else 2 if faint else 3,
+        markeredgewidth=1.6 if line.symbol == "x" else 0,
+        zorder=4 if line.points_only else 2 if faint else 3,
     )
 
 
@@ -180,22 +180,22 @@ def _scale(axis: Any, log: bool) -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def _linestyle(look: Look, style: str = "line") -> Any:
-    lengths = dashes(look, style)
+def _linestyle(line: CurveStyle, style: str = "line") -> Any:
+    lengths = dashes(line, style)
     return (0, lengths) if lengths else "-"
 
 
-def _legend_entry(group: str, look: Look) -> Line2D:
+def _legend_entry(group: str, line: CurveStyle) -> Line2D:
     return Line2D(
         [],
         [],
         label=_text(group),
-        color=look.colour.light,
-        linewidth=POINTS_PER_PIXEL * look.width,
-        linestyle="none" if look.points_only else _linestyle(look),
-        marker=SYMBOLS[look.symbol] if look.points_only else None,
+        color=line.colour.light,
+        linewidth=POINTS_PER_PIXEL * line.width,
+        linestyle="none" if line.points_only else _linestyle(line),
+        marker=SYMBOLS[line.symbol] if line.points_only else None,
         markersize=6,
-        markeredgewidth=1.6 if look.symbol == "x" else 0,
+        markeredgewidth=1.6 if line.symbol == "x" else 0,
     )
 
 

@@ -153,14 +153,10 @@ def test_stability_is_a_smaller_mean_rise():
 
 def test_resemblance_of_accuracies_in_the_first_10000_iterations():
     same, near, far = [1.0] * EPOCHS, [0.985] * EPOCHS, [0.975] * EPOCHS
-    plain = {"sgd": [run(accuracies=[0.9] * EPOCHS)]}
-    late = [*far[:20], *same[20:]]
-    for accuracies, expected in ((near, "holds"), (far, "holds in part"), (late, "holds in part")):
-        assert (
-            verdict(RESEMBLES, c_sgd=[run(accuracies=same)], sgd_bn=[run(accuracies=accuracies)], **plain) == expected
-        )
-    closer = {"sgd": [run(accuracies=far)]}
-    assert verdict(RESEMBLES, c_sgd=[run(accuracies=same)], sgd_bn=[run(accuracies=far)], **closer) == "does not hold"
+    late = [*far[:20], *same[20:]]  # most of a long run together does not help
+    for accuracies, expected in ((near, "holds"), (far, "does not hold"), (late, "does not hold")):
+        both = {"c_sgd": [run(accuracies=same)], "sgd_bn": [run(accuracies=accuracies)]}
+        assert verdict(RESEMBLES, **both) == expected
 
 
 def test_gradients_are_of_one_scale_as_with_batchnorm_and_more_so_than_without():

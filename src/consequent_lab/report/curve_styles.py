@@ -1,4 +1,4 @@
-"""How a contestant's curve looks, on the page and in the static figures alike.
+"""How a contestant's curve is drawn, on the page and in the static figures alike.
 
 A C- version and its plain partner have one hue: the C- version a strong, solid line, the plain one a lighter, dashed
 line, with BatchNorm a dotted one. The hues follow Okabe and Ito's, which colour-blind readers tell apart; dashes say
@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from consequent_lab.paper.findings import Figure, Series
 
-Dash = Literal["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"]  # as plotly calls them
+Dash = Literal["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"]
 
 Symbol = Literal["circle", "x", "diamond", "square", "triangle-up"]
 
@@ -73,7 +73,7 @@ DASH_ORDER: dict[tuple[bool, bool], tuple[Dash, ...]] = {
 
 
 @dataclass(frozen=True)
-class Look:
+class CurveStyle:
     """How the curves of one group are drawn."""
 
     colour: Colour
@@ -110,14 +110,14 @@ class Contestant:
         return cls(rest.strip() or group, prefixes > 0, norms > 0)
 
 
-def dashes(look: Look, style: str) -> tuple[float, ...]:
+def dashes(curve_style: CurveStyle, style: str) -> tuple[float, ...]:
     """Returns the lengths on and off of a curve's line, in widths of it; none for a solid one.
 
     Args:
-        look: of its group.
+        curve_style: of its group.
         style: of the series; a dashed one is never solid.
     """
-    return DASHES["dash" if style == "dashed" and look.dash == "solid" else look.dash]
+    return DASHES["dash" if style == "dashed" and curve_style.dash == "solid" else curve_style.dash]
 
 
 def group_of(series: Series) -> str:
@@ -125,8 +125,8 @@ def group_of(series: Series) -> str:
     return series.group or series.label
 
 
-def looks(figure: Figure) -> dict[str, Look]:
-    """Returns the look of every group of a figure, in the order of a legend: those of one base side by side."""
+def curve_styles(figure: Figure) -> dict[str, CurveStyle]:
+    """Returns the style of every group of a figure, in the order of a legend: those of one base side by side."""
     styles: dict[str, set[str]] = {}
     for panel in figure.panels:
         for series in panel.series:
@@ -138,7 +138,14 @@ def looks(figure: Figure) -> dict[str, Look]:
     order_of_legend = sorted(named, key=lambda group: (group in points, bases.index(named[group].base)))
     contestants = {group: named[group] for group in order_of_legend}
     if _is_sequence(contestants):
-        return {group: Look(colour, "solid", 2.2, "circle", False) for group, colour in _ramp(contestants).items()}
+        return {
+            group: CurveStyle(colour, "solid", 2.2, "circle", False) for group, colour in _ramp(contestants).items()
+        }
+    if len(set(bases)) == 1 and 2 < len(contestants) <= len(HUES):  # variants of one optimiser: a hue for each
+        return {
+            group: CurveStyle(hue.strong, DASH_ORDER[one.consequentialist, one.batch_norm][0], 2.4, "circle", False)
+            for (group, one), hue in zip(contestants.items(), HUES, strict=False)
+        }
     hues = _hues({contestant.base: group in points for group, contestant in contestants.items()})
     compares = any(contestant.consequentialist for contestant in contestants.values())
     taken: set[tuple[str, Dash]] = set()
@@ -150,7 +157,7 @@ def looks(figure: Figure) -> dict[str, Look]:
         dash = next((dash for dash in order if (contestant.base, dash) not in taken), order[0])
         taken.add((contestant.base, dash))
         hue = hues[contestant.base]
-        result[group] = Look(
+        result[group] = CurveStyle(
             hue.strong if strong else hue.soft,
             dash,
             2.4 if strong else 2.2 if dash == "dot" else 1.9,  # dots look thinner than they are
