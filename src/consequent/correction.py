@@ -450,6 +450,7 @@ class Consequentialism:
     def _correct_or_withhold(self) -> None:
         self._notice_new_parameters()
         if self.at == "backward":
+            self._rewriter.warn_of_misbehaving()
             return
         refuse_step_in_backward(self._at_step)
         if self._rewriter.has_work(self._other_captures()):

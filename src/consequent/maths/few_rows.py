@@ -5,7 +5,8 @@ outside by λ alone, by which it may become larger than everything else. So it i
 
     ``G (XᵀX + λI)⁻¹ = (G Xᵀ) (X Xᵀ)⁺ (X Xᵀ + λI)⁻¹ X``
 
-in float64, of which the matrices are no larger than there are rows.
+in float64, of which the matrices are no larger than there are rows. What is outside changes no output. It is rounding,
+or was added to the gradient since (decay, noise), and is added again, shortened until it cannot overshoot.
 """
 
 from typing import NamedTuple
@@ -26,14 +27,19 @@ class InSpan(NamedTuple):
     Attributes:
         gradient: ``[out_features, columns]``, float64.
         trace: of ``X Xᵀ``.
+        outside: how much of G is outside of the span, in units of the sizes that were added up for it; 0 where that is
+            no more than this computation leaves there.
     """
 
     gradient: Tensor
     trace: Tensor
+    outside: Tensor
 
 
 def solve_in_span(rows: Tensor, gradient: Tensor, level: Level) -> InSpan:
-    """``G (XᵀX + λI)⁻¹`` for what of G is in the span of the rows; λ = 0 is the pseudo-inverse.
+    """``G (XᵀX + λI)⁻¹`` for what of G is in the span of the rows, ``G / (trace + λ)`` for the rest.
+
+    λ = 0 is the pseudo-inverse.
 
     Does not look at the numbers: NaN or inf, and nothing else, gives NaN.
 
@@ -48,8 +54,13 @@ def solve_in_span(rows: Tensor, gradient: Tensor, level: Level) -> InSpan:
     rounding = max((_ROUNDINGS * torch.finfo(gradient.dtype).eps) ** 2, len(gram) * torch.finfo(gram.dtype).eps)
     least = torch.where(trace > 0, rounding * trace, 1)
     damped = torch.maximum(level.at(trace), least)
-    values = G @ X.mT
-    for added in (least, damped):
-        factor, _ = torch.linalg.cholesky_ex(add_to_diagonal(gram, added[None, None]))
-        values = torch.cholesky_solve(values.mT, factor).mT
-    return InSpan(values @ X, trace)
+    explained = _solve(G @ X.mT, gram, least)
+    rest = G - explained @ X
+    sizes = explained.norm() * X.norm() + G.norm()
+    outside = torch.where(sizes > 0, (rest.norm() / sizes - rounding**0.5).clamp(min=0), 0)
+    return InSpan(_solve(explained, gram, damped) @ X + rest / (trace + damped), trace, outside)
+
+
+def _solve(values: Tensor, gram: Tensor, added: Tensor) -> Tensor:
+    factor, _ = torch.linalg.cholesky_ex(add_to_diagonal(gram, added[None, None]))
+    return torch.cholesky_solve(values.mT, factor).mT

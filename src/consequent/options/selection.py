@@ -130,7 +130,10 @@ def _leave_out_shared(corrected: dict[str, nn.Module], plain: dict[str, str], na
         for name, layer in corrected.items():
             joint = joint_of(layer)
             if joint is not None:
-                its = [p for unit in joint.parameters(layer) for p in unit if p is not None]
+                units = [tuple([p for p in unit if p is not None]) for unit in joint.parameters(layer)]
+                its = [p for unit in units for p in unit]
+                if len(set(its)) < sum([len(unit) for unit in set(units)]):
+                    left_out[name] = "some of its own parameters are one and the same"
                 for other in [other for p in its for other in owners[p] if named[other] not in layer.modules()]:
                     left_out[name] = f"its parameters are shared with {other!r}"
                 continue

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from consequent.capture.edits import rounding
 from consequent.capture.use import JointUse, Use
 from consequent.layers.joint import Part
 from consequent.layers.linear import Linear
@@ -144,7 +145,10 @@ class JointInputs(Statistic):
         return [parameter for parameter in self.use.parameters if parameter is not None]
 
     def solve(self, record: "Record", damping: Damping, *, may_wait: bool) -> Solution:
-        """``G (XXᵀ + λI)⁻¹`` of each part: takes the gradients as they are, scaled, clipped or averaged."""
+        """``G (XXᵀ + λI)⁻¹`` of each part: takes the gradients as they are, scaled, clipped or averaged.
+
+        With fewer rows than columns, what rows do not explain is only shortened, and counts as edited.
+        """
         gradients = [None if parameter is None else parameter.grad for parameter in self.use.parameters]
         others: dict[Tensor, Tensor] = {}
         factor = factor_since(record, may_wait=may_wait) if record.beside.others else None
@@ -155,6 +159,10 @@ class JointInputs(Statistic):
             for parameter, gradient in zip(self.use.parameters, gradients, strict=True)
         ]
         solved = self.solve_for(explained, damping, may_wait=may_wait)
+        edited: bool | Tensor = False
+        if solved.outside is not None:
+            edited = solved.outside > rounding(record)
+            edited = bool(edited) if may_wait else edited.long()
         return JointSolution(
             record,
             solved.side,
@@ -162,6 +170,7 @@ class JointInputs(Statistic):
             rescued=solved.rescued,
             fallen_back=solved.fallen_back,
             change=solved.change,
+            edited=edited,
             new={p: new for p, new in zip(self.use.parameters, solved.gradients, strict=True) if p is not None},
             left=others,
         )
@@ -200,6 +209,7 @@ class _Solved(NamedTuple):
     rescued: int | Tensor
     fallen_back: int | Tensor
     excess: Tensor  # energy, in units of the trace and of outputs per column
+    outside: Tensor | None = None  # how much of the gradient the rows do not explain; None where nobody looked
 
 
 class JointSolved(NamedTuple):
@@ -211,6 +221,7 @@ class JointSolved(NamedTuple):
     rescued: int | Tensor
     fallen_back: int | Tensor
     change: Change | None
+    outside: Tensor | None  # how much of the gradients the rows do not explain; None where nobody looked
 
 
 def _solved(inputs: Inputs, columns: Columns, G: Tensor, damping: Damping, *, may_wait: bool) -> _Solved:
@@ -219,7 +230,8 @@ def _solved(inputs: Inputs, columns: Columns, G: Tensor, damping: Damping, *, ma
         found = solve_in_span(inputs.rows_of(columns), G, damping.level(inputs.rows, number))
         finite: bool | Tensor = found.gradient.sum().isfinite()
         excess = _excess(found.gradient, G, found.trace)
-        return _Solved(found.gradient, "samples", bool(finite) if may_wait else finite, 0, 0, excess)
+        finite = bool(finite) if may_wait else finite
+        return _Solved(found.gradient, "samples", finite, 0, 0, excess, found.outside)
     moment = inputs.moment_of(columns, exact=damping.value == 0)
     G = G.to(moment.dtype)
     trace = moment.diagonal().sum()
@@ -245,7 +257,9 @@ def _joined(new: list[Tensor | None], results: list[_Solved]) -> JointSolved:
         excess = torch.stack([result.excess.double() for result in results]).amax()
         change = Change(excess, torch.ones_like(excess), 1.0)
     side = "samples" if sides == {"samples"} else "features"
-    return JointSolved(new, side, finite, rescued, fallen_back, change)
+    outsides = [result.outside for result in results if result.outside is not None]
+    outside = torch.stack(outsides).amax() if outsides else None
+    return JointSolved(new, side, finite, rescued, fallen_back, change, outside)
 
 
 @dataclass

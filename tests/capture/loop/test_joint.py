@@ -547,3 +547,70 @@ def test_nothing_is_left_behind(at):
     finally:
         gc.enable()
     assert counts[-1] == counts[1]
+
+
+def tied(model, one, other):
+    setattr(model, one, getattr(model, other))
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tied(nn.LSTM(4, 4, 2), "weight_ih_l1", "weight_ih_l0"),
+        lambda: tied(nn.RNN(4, 4), "weight_hh_l0", "weight_ih_l0"),
+        lambda: tied(nn.RNN(4, 4), "bias_hh_l0", "bias_ih_l0"),
+        lambda: tied(nn.MultiheadAttention(4, 1, kdim=4, vdim=5), "k_proj_weight", "q_proj_weight"),
+    ],
+    ids=["weights of two layers", "weights of one", "biases", "query and key"],
+)
+def test_modules_with_a_parameter_twice_are_plain(make):
+    model = nn.ModuleList([make(), nn.Linear(4, 4)])
+    correction = consequent.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    assert list(correction.corrected) == ["1"]
+    assert "one and the same" in correction.plain["0"]
+
+
+@pytest.mark.parametrize("at", AT)
+def test_layers_that_are_the_same_throughout_are_corrected(at):
+    """Two uses of one unit."""
+    model = Model(nn.RNN, num_layers=1).double()
+    twice = nn.RNN(4, 4, 2, batch_first=True).double()
+    for name in [name for name, _ in twice.named_parameters()]:
+        if name.endswith("l1"):
+            setattr(twice, name, getattr(twice, name[:-1] + "0"))
+    model.recurrent = twice
+    optimizer, correction = attached(model, at=at)
+    squares(model(normal(5, 6, 4))).sum().backward()
+    optimizer.step()
+    assert "recurrent" in correction.corrected
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.MultiheadAttention])
+def test_what_few_rows_do_not_explain_is_shortened_counted_and_told_of(kind):
+    torch.manual_seed(0)
+    model = (nn.LSTM(64, 8, batch_first=True) if kind is nn.LSTM else nn.MultiheadAttention(64, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    correction = consequent.attach(optimizer, model)
+    x = normal(3, 1, 64)
+    (model(x)[0] if kind is nn.LSTM else model(x, x, x)[0]).sum().backward()
+    weight = model.weight_ih_l0 if kind is nn.LSTM else model.in_proj_weight
+    outside = torch.eye(64, dtype=x.dtype) - torch.linalg.pinv(x[:, 0]) @ x[:, 0]
+    edit = normal(*weight.shape, seed=1) @ outside
+    weight.grad += edit
+    with pytest.warns(consequent.ConsequentWarning, match="not the one its inputs explain"):
+        correction.step()
+    assert correction.counters.edited == 1
+    left = weight.grad @ outside
+    cosine = (left * edit).sum() / (left.norm() * edit.norm())
+    assert cosine > 0.999
+    assert 0 < left.norm() < 0.2 * edit.norm()
+
+
+def test_gradients_that_are_differentiated_in_turn_are_told_of_in_the_backward_pass_too():
+    model, _ = made(nn.GRU)
+    optimizer, _ = attached(model, at="backward")
+    loss = squares(model(normal(5, 4, 3).requires_grad_())).sum()
+    torch.autograd.grad(loss, list(model.parameters()), create_graph=True)[0].sum().backward()
+    with pytest.warns(consequent.ConsequentWarning, match="differentiated in turn"):
+        optimizer.step()
