@@ -22,10 +22,9 @@ from torch import Tensor, nn
 import consequent
 from consequent.filters import apa, lms, nlms
 from consequent.paper import first_extension
-from consequent_lab.report.looks import BLUE, VERMILION
 
 GREY = "#808080"
-PLAIN, OURS = BLUE.soft.light, VERMILION.strong.light
+PLAIN, OURS = "#4f94c1", "#d55e00"
 STYLE = {
     "svg.hashsalt": "consequent",
     "svg.fonttype": "path",
