@@ -1,10 +1,8 @@
 """Hooks of mkdocs: links that leave docs/ lead to copies inside of the site, so that it is whole by itself.
 
 In the repository `[…](../examples/one_line.py)` leads to the file. In the site code becomes a page with that code,
-other files are copied as they are, and of a folder only its name is left. Links in the notebook and in
-`playground.html`, which mkdocs does not read, are made to lead to the built pages.
-
-Docstrings are written for `help()`; the roles of Sphinx in them (``:class:``) are taken out.
+other files are copied as they are, the README is the first page, and of folders and other texts only the name is left.
+Links in the notebook and in `playground.html`, which mkdocs does not read, are made to lead to the built pages.
 """
 
 import re
@@ -16,7 +14,6 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#\s]*)(?:#[^)\s]*)?\)")
-ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):<code>~?(.*?)</code>")
 COPIES = "repository"
 
 
@@ -26,7 +23,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = [file for file in files.documentation_pages() if file.src_uri.endswith(".md")]
     linked = {name for page in pages for _, name in LINK.findall(page.content_string)}
     for name in sorted(linked):
-        if (root / name).is_file():
+        if (root / name).is_file() and not name.endswith(".md"):
             files.append(_copy(name, root, config))
     return files
 
@@ -44,7 +41,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
 
     def inside(link: re.Match[str]) -> str:
         text, name = link.groups()
-        if (root / name).is_dir():
+        if name == "README.md":
+            return f"[{text}](index.md)"
+        if (root / name).is_dir() or name.endswith(".md"):
             return text
         return f"[{text}]({COPIES}/{name}{'.md' if name.endswith('.py') else ''})"
 
@@ -52,13 +51,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:
-    """Takes Sphinx's roles out of docstrings, what they name is left as code; leads a notebook's links to pages."""
-    html = ROLE.sub(r"<code>\1</code>", html)
+    """Leads the notebook's links to pages."""
     return _to_built_pages(html) if page.file.src_uri.endswith(".ipynb") else html
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Leads the playground's links to built pages."""
+    """Leads the playground's links to pages."""
     page = Path(config.site_dir) / "playground.html"
     text = page.read_text().replace('href="../README.md">README<', 'href="index.html">Documentation<')
     page.write_text(_to_built_pages(text))
