@@ -11,7 +11,7 @@ LAB := $(VENV)/.installed-lab
 DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow fuzz lint format freeze clean distclean
+.PHONY: help demo test slow fuzz docs lint format freeze clean distclean
 
 help:  ## Say what can be made.
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -31,6 +31,9 @@ fuzz: $(DEV)  ## Random networks and training loops against an independent refer
 	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m fuzz --minutes $(or $(MINUTES),60) --mode step
 	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m fuzz --minutes $(or $(MINUTES),60) --mode backward
 
+docs: $(DEV)  ## Build the documentation into site/ (open site/index.html); a warning is an error.
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 lint: $(DEV)  ## Check style, formatting and types.
 	@echo "==> ruff check"
 	@$(BIN)/ruff check .
@@ -48,7 +51,7 @@ freeze: $(DEV)  ## Rewrite constraints.txt from .venv (see its first lines).
 	@mv constraints.txt.new constraints.txt
 
 clean:  ## Remove caches and outputs; .venv stays.
-	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo.png demo.json report.html
+	@rm -rf build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo.png demo.json report.html
 	@find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean  ## Remove .venv as well.

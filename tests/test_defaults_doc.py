@@ -1,4 +1,4 @@
-"""What docs/defaults.md and the README say of the study of defaults is what results/defaults.jsonl.gz gives."""
+"""What docs/defaults.md and docs/choosing.md say of the study of defaults is what results/defaults.jsonl.gz gives."""
 
 import dataclasses
 import pathlib
@@ -15,7 +15,8 @@ from consequent.maths.damping import DEFAULT
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "defaults.md").read_text()
 PROSE = " ".join(PAGE.split())
-README = " ".join((ROOT / "README.md").read_text().split())
+CHOOSING = (ROOT / "docs" / "choosing.md").read_text()
+ADVICE = " ".join(CHOOSING.split())
 
 DAMPING = f"relative {DEFAULT.value:g}"
 BOUNDED = f"{DAMPING}, bound {BOUND:g}"
@@ -125,7 +126,7 @@ def test_what_is_said_of_the_bound(judge):
 
     runs, not_finite, above, _ = endings(DAMPING)
     assert numbers(r"Without a bound (\d+) of (\d+) such runs .*? and (\d+) more above") == [not_finite, runs, above]
-    assert numbers(r"best rate (\d+) of (\d+) runs ended in NaN without it and none with it", README) == [
+    assert numbers(r"best rate (\d+) of (\d+) runs ended in NaN without it and none with it", ADVICE) == [
         not_finite,
         runs,
     ]
@@ -164,7 +165,7 @@ def test_where_the_c_versions_are_said_to_lose(judge):
     behind = {task for task in study.FULL.tasks if ratio(judge, "c-adam", task) > 1}
     named = ("pinn", "smooth-function", "digits-resnet-bn")
     assert behind == set(named)
-    for text in (PROSE, README):
+    for text in (PROSE, ADVICE):
         found = numbers(
             r"the PINN \((\S+)\), the smooth function \((\S+)\) and the ResNet with BatchNorm \((\S+)\)", text
         )
@@ -235,9 +236,8 @@ def test_what_is_said_of_rates_with_the_bound_on(judge):
     assert said == [*dearest, rounded(min(costs.values())), rounded(max(costs.values()))]
 
 
-def test_the_readmes_rates_are_those_of_the_study(judge):
-    text = (ROOT / "README.md").read_text()
-    table = text.split("| my rate is |")[1].split("\n\n")[0]
+def test_the_advised_rates_are_those_of_the_study(judge):
+    table = CHOOSING.split("| my rate is |")[1].split("\n\n")[0]
     seen = 0
     name = ""
     for row, first in zip(table.splitlines()[2:], ("C-SGD", "C-Nesterov", "C-Adam"), strict=True):

@@ -1,4 +1,4 @@
-"""The README's code runs as it is written, and its numbers are those in results/."""
+"""The numbers of README and docs/ are those in results/."""
 
 import json
 import pathlib
@@ -7,10 +7,7 @@ from collections import Counter
 from typing import get_args
 
 import pytest
-import torch
-from torch import nn
 
-import consequent
 from consequent.maths.damping import DEFAULT
 from consequent_lab.bench_tables import cost_table, first_step_table, growth_table
 from consequent_lab.faults.record import recorded
@@ -20,51 +17,104 @@ from consequent_lab.paper.archive import Archive
 from consequent_lab.paper.experiments import experiments, find
 from consequent_lab.paper.findings import KINDS, Verdict
 from consequent_lab.paper.kept_contestants import seconds_of
+from consequent_lab.race.curves import unpacked
+from consequent_lab.race.results import Results
+from consequent_lab.race.table import headings, rows
+from consequent_lab.race.tasks import TASKS
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def backward(model):
-    model.zero_grad()
-    model(torch.randn(5, 8)).square().mean().backward()
+def page(name):
+    """The text of a page of docs/, its line breaks too."""
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+def prose(name):
+    """The same without line breaks."""
+    return " ".join(page(name).split())
 
 
 def test_the_default_damping_is_the_one_that_is_told():
     assert DEFAULT.relative
-    assert f"λ = {DEFAULT.value:g} · trace(XXᵀ) / min(N, D)" in README
+    assert f"λ = {DEFAULT.value:g} · trace(XXᵀ) / min(N, D)" in prose("choosing")
     assert f"`relative_damping={DEFAULT.value:g}`" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_python_blocks_run_in_order(capsys):
-    attached, ready_made, by_hand = re.findall(r"```python\n(.*?)```", README, re.S)
-    model = nn.Sequential()
-    model.add_module("body", nn.Linear(8, 4))
-    model.add_module("head", nn.Linear(4, 2))
-    names = {"torch": torch, "consequent": consequent, "model": model}
-
-    exec(attached, names)
-    assert list(names["correction"].corrected) == ["body"]
-    assert "head  excluded" in capsys.readouterr().out
-    names.pop("correction").detach()
-
-    exec(ready_made, names)
-    optimizer = names["optimizer"]
-    backward(model)
-    optimizer.step()
-
-    backward(model)
-    names |= {"correction": optimizer.correction, "inputs": torch.randn(3, 8), "output_grads": torch.randn(3, 2)}
-    exec(by_hand, names)
-    assert optimizer.correction.counters.steps == 2
-    assert torch.cat([p.grad.flatten() for p in model.parameters()]).norm() <= 1.0 + 1e-3
+def race(task):
+    """The rows of a task's table by contestant, {heading: cell}; the first of two columns of one name."""
+    results = Results.of(TASKS[task], ROOT / "results" / "race")
+    heads = headings(results)
+    return {row.contestant: dict(reversed(list(zip(heads, row.cells, strict=True)))) for row in rows(results)}
 
 
-def test_the_diff_is_the_one_added_line():
-    (diff,) = re.findall(r"```diff\n(.*?)```", README, re.S)
-    names = {"torch": torch, "consequent": consequent, "model": nn.Linear(3, 2)}
-    exec("\n".join(line[2:] for line in diff.splitlines()), names)
-    assert names["correction"].optimizer is names["optimizer"]
+def table_after(heading):
+    """The table of the README that begins with a heading: {first cell: {heading: cell}}, bold or not."""
+    lines = README[README.index(f"| {heading} |") - 2 :].split("\n\n")[0].replace("**", "").splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {name: dict(zip(cells[0][1:], row, strict=True)) for name, *row in cells[2:]}
+
+
+def test_the_race_of_perceptrons_is_the_one_in_results():
+    found = race("mlp-cifar10-b32")
+    told = table_after("steps to training loss 0.01")
+    assert list(told) == [name for name in found if name in told]
+    assert all(found[name]["steps to training loss 0.01"] == "–" for name in found.keys() - told.keys())
+    for name, cells in told.items():
+        expected = {heading: found[name][heading] for heading in cells}
+        if expected["steps to training loss 0.01"] == "–":
+            expected["steps to training loss 0.01"] = "not within 6,000"
+        assert cells == expected, name
+    results = Results.of(TASKS["mlp-cifar10-b32"], ROOT / "results" / "race")
+    assert all(len(results.finals(name)) == 5 for name in told)
+    assert {line["steps"] for name in told for line in results.finals(name)} == {6000}
+    assert {len(results.trials(name)) for name in told} == {12}
+    assert {line["device"] for name in told for line in results.of_kind("time", name)} == {"NVIDIA H200"}
+
+
+def test_what_is_said_of_that_race_is_so():
+    found = race("mlp-cifar10-b32")
+
+    def best(heading, least=True):
+        numbers = {
+            name: float(re.match(r"[\d.,e+-]+", row[heading])[0].replace(",", ""))
+            for name, row in found.items()
+            if row[heading] != "–"
+        }
+        return (min if least else max)(numbers, key=numbers.get)
+
+    assert best("steps to training loss 0.1") == "Muon"
+    assert best("training loss at the end") == "Muon"
+    assert best("best test accuracy", least=False) == "SGD"
+    for heading in ("seconds, eager", "seconds, CUDA graph"):
+        assert best(heading) == "C-SGD"
+    results = Results.of(TASKS["mlp-cifar10-b32"], ROOT / "results" / "race")
+    first = {name: results.trials(name)[0] for name in ("C-SGD", "C-Nesterov", "C-Adam")}
+    assert all(trial["number"] == 0 for trial in first.values())
+    arrivals = {name: results.task.measure.arrival(unpacked(trial["curve"])) for name, trial in first.items()}
+    assert arrivals == {"C-SGD": None, "C-Nesterov": None, "C-Adam": 3500}
+
+
+def test_the_pictures_are_those_in_results():
+    told = table_after("C-Adam | Muon | SOAP | Adam | C-Nesterov | Nesterov")
+    assert set(told) == {"china", "astronaut"}
+    for picture, cells in told.items():
+        found = race(f"siren-128-{picture}")
+        assert cells == {name: row["PSNR at the end"].split(" (")[0] for name, row in found.items()}
+        results = Results.of(TASKS[f"siren-128-{picture}"], ROOT / "results" / "race")
+        finals = [line for name in cells for line in results.finals(name)]
+        assert (len(finals), {line["steps"] for line in finals}) == (5 * len(cells), {200})
+    assert TASKS["siren-128-astronaut"].settings_from == "siren-128-china"
+
+
+def test_the_rates_are_those_of_the_page_with_the_reasons():
+    def rates(text):
+        return re.findall(r"^\| ((?:SGD|Adam)[^|]*?) \| ([^|]*?) \|", text, re.M)
+
+    advised = rates(README.split("## Learning rates")[1])
+    assert len(advised) == 3
+    assert advised == rates(page("choosing"))
 
 
 def never_or(number):
@@ -79,7 +129,7 @@ def test_the_demos_numbers_are_in_results():
     for contestant in demo["contestants"]:
         epochs, seconds = contestant["epochs"], contestant["seconds"]["median"]
         name = re.escape(contestant["name"])
-        found = re.search(rf"\| \**{name}\** \| \**({time})\** \(({time})–({time})\) \| ({time}) \|", README)
+        found = re.search(rf"\| \**{name}\** \| \**({time})\** \(({time})–({time})\) \| ({time}) \|", page("demo"))
         assert found, contestant["name"]
         for said, measured in zip(
             found.groups(), [epochs["median"], epochs["low"], epochs["high"], seconds], strict=True
@@ -93,7 +143,7 @@ def test_the_earlier_races_numbers_are_in_results():
     epochs = {contestant["name"]: contestant["epochs"] for contestant in demo["contestants"]}
     (said,) = re.findall(
         r"needed (\S+) \((\S+)–(\S+)\) and (\S+) \((\S+)–(\S+)\) epochs; .*? needed (\S+), (\S+) and (\S+) \(",
-        " ".join(README.split()),
+        prose("demo"),
     )
     expected = [epochs[name][which] for name in ("SGD", "Adam") for which in ("median", "low", "high")]
     expected += [epochs[name]["median"] for name in ("C-SGD", "C-Nesterov", "C-Adam")]
@@ -106,29 +156,25 @@ def bench(name):
     return json.loads((ROOT / "results" / f"{name}.json").read_text())
 
 
-def speed_page():
-    return (ROOT / "docs" / "speed.md").read_text()
-
-
 def test_the_costs_are_in_results():
     records = [bench(name) for name in ("bench-h200", "bench-cpu")]
     assert not any(record["quick"] for record in records)
     lines = cost_table(records)
     assert len(lines) > 7
-    assert "\n".join(lines) in speed_page()
-    assert "\n".join(first_step_table(records[0])) in speed_page()
+    assert "\n".join(lines) in page("speed")
+    assert "\n".join(first_step_table(records[0])) in page("speed")
 
 
-def test_the_costs_of_both_ways_in_the_readme_are_in_results():
+def test_the_costs_of_both_ways_beside_the_choice_are_in_results():
     for record, names in ((bench("bench-cpu"), ["mlp"]), (bench("bench-h200"), ["mlp-graph", "mlp-512"])):
         for name in names:
             rows = [row for row in record["rows"] if row["name"] == name and row["quantity"] == "time"]
             at_step, at_backward = (row["ratio"]["median"] for row in rows)
-            assert re.search(rf"\| {at_step:.2f}\b[^|]*\| {at_backward:.2f}\b", README), name
+            assert re.search(rf"\| {at_step:.2f}\b[^|]*\| {at_backward:.2f}\b", page("choosing")), name
 
 
 def test_before_and_after_are_in_results():
-    section = speed_page().split("| | first edition | now")[1].split("\n\n")[0]
+    section = page("speed").split("| | first edition | now")[1].split("\n\n")[0]
     lines = section.splitlines()[2:]
     pairs = []
     for name in ("bench-h200", "bench-cpu"):
@@ -151,7 +197,7 @@ def within_rounding(text):
 
 
 def test_the_cost_beside_batch_norm_is_in_results():
-    (percent,) = re.findall(r"ResNet-20\s+without\s+BatchNorm\s[^.]*?\(([+−-][\d.]+) %\)", README)
+    (percent,) = re.findall(r"ResNet-20\s+without\s+BatchNorm\s[^.]*?\(([+−-][\d.]+) %\)", page("speed"))
     rows = json.loads((ROOT / "results" / "bench-h200.json").read_text())["rows"]
     wanted = ("CUDA graph", "time", "C-Nesterov", "Nesterov + BN")
     (row,) = (
@@ -161,9 +207,9 @@ def test_the_cost_beside_batch_norm_is_in_results():
 
 
 def test_the_precision_table_is_in_results():
-    page = (ROOT / "docs" / "speed.md").read_text()
+    text = page("speed")
     moments = json.loads((ROOT / "results" / "precision-cpu.json").read_text())["moments"]
-    rows = re.findall(r"^\| (.*?), λ = .*?, (\d+) \| (\S+) … (\S+) \| (\S+) … (\S+) \| (\S+) … (\S+) \|$", page, re.M)
+    rows = re.findall(r"^\| (.*?), λ = .*?, (\d+) \| (\S+) … (\S+) \| (\S+) … (\S+) \| (\S+) … (\S+) \|$", text, re.M)
     assert len(rows) == len(moments)
     for (title, iteration, *errors), moment in zip(rows, moments, strict=True):
         assert (title, int(iteration)) == (moment["title"], moment["iteration"])
@@ -173,9 +219,9 @@ def test_the_precision_table_is_in_results():
 
 
 def test_no_factorisation_failed_in_full_runs():
-    page = " ".join((ROOT / "docs" / "speed.md").read_text().split())
+    text = prose("speed")
     pattern = r"on a GPU, (\w+) of C-SGD over ([\d,]+) iterations and (\w+) of C-Nesterov over ([\d,]+);"
-    ((few, long, some, short),) = re.findall(pattern, page)
+    ((few, long, some, short),) = re.findall(pattern, text)
     numbers = {"two": 2, "three": 3}
     archive = Archive(ROOT / "results" / "paper", unfinished=True)
     for variant, count, iterations in (("c-sgd", few, long), ("c-nesterov", some, short)):
@@ -196,19 +242,19 @@ def test_no_factorisation_failed_in_full_runs():
 
 
 def test_the_tables_of_kernels_and_growth_are_in_results():
-    page = (ROOT / "docs" / "speed.md").read_text()
+    text = page("speed")
     for kernel in json.loads((ROOT / "results" / "roofline-h200.json").read_text())["kernels"]:
         values = [kernel[name] for name in ("microseconds", "gigaflop", "megabytes", "floor_microseconds")]
-        assert f"| {kernel['what']} | {' | '.join(f'{value:g}' for value in values)} |" in page
+        assert f"| {kernel['what']} | {' | '.join(f'{value:g}' for value in values)} |" in text
     growth = json.loads((ROOT / "results" / "scaling-h200.json").read_text())
-    assert "\n".join(growth_table(growth)) in page
+    assert "\n".join(growth_table(growth)) in text
 
 
 def test_the_table_of_faults_is_in_results():
     record = json.loads((ROOT / "results" / "faults.json").read_text())
     assert not record["quick"]
     trials, soaked = recorded(record)
-    assert "\n".join(table(trials, soaked)) in (ROOT / "docs" / "reliability.md").read_text()
+    assert "\n".join(table(trials, soaked)) in page("reliability")
     assert sum(trial.tried for trial in trials if trial.fault.startswith("kill")) >= 100
     assert sum(trial.tried for trial in trials if trial.fault.startswith("one of two ranks lost")) >= 6
     assert soaked.steps >= 200_000
@@ -221,7 +267,7 @@ def resnet20_finding():
 
 def test_the_runs_of_resnet20_are_those_in_results(resnet20_finding):
     table = resnet20_finding.tables[0]
-    heading, section = README.split("| ResNet-20, CIFAR-10 |")[1].split("\n", 1)
+    heading, section = page("paper").split("| ResNet-20, CIFAR-10 |")[1].split("\n", 1)
     wanted = [
         "contestant",
         *(name.replace("99.99 %", "iteration of 99.99 %") for name in heading.strip("| ").split(" | ")),
@@ -237,7 +283,7 @@ def test_the_runs_of_resnet20_are_those_in_results(resnet20_finding):
 
 
 def test_what_is_said_of_resnet20_is_what_was_found(resnet20_finding):
-    text = " ".join(README.split())
+    text = prose("paper")
 
     def measured(words):
         return measured_of(resnet20_finding, words)
@@ -264,9 +310,9 @@ def test_what_is_said_of_resnet20_is_what_was_found(resnet20_finding):
 def test_how_many_learning_rates_are_good_is_what_was_found():
     (statement,) = learning_rates.finding(ROOT / "results" / "paper").statements
     assert "ResNet-20, SGD 1.5, C-SGD 0.5 " in statement.measured
-    page = " ".join((ROOT / "docs" / "defaults.md").read_text().split())
-    assert "than for plain SGD (half a decade instead of one and a half)" in page
-    assert "C-Adam wanted three times Adam's rate" in page
+    text = prose("defaults")
+    assert "than for plain SGD (half a decade instead of one and a half)" in text
+    assert "C-Adam wanted three times Adam's rate" in text
     rates = {
         row[1]: row[2]
         for row in learning_rates.finding(ROOT / "results" / "paper").tables[0].rows
@@ -293,7 +339,7 @@ def measured_of(finding, words):
 
 def test_what_is_said_of_perceptrons_is_what_was_found():
     finding = mlp.finding(ROOT / "results" / "paper")
-    text = " ".join(README.split())
+    text = prose("paper")
     for words in ("from the beginning", "more overall stability", "usually occurs earlier"):
         assert measured_of(finding, words).verdict == "holds"
     for words in ("almost identical", "does help neither"):
@@ -330,7 +376,7 @@ def test_what_is_said_of_perceptrons_is_what_was_found():
 
 
 def test_how_many_statements_hold_is_what_was_found():
-    rows = re.findall(r"^\| ([^|]+?) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", README, re.M)
+    rows = re.findall(r"^\| ([^|]+?) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", page("paper"), re.M)
     findings = find(list(experiments()), ROOT / "results" / "paper")
     found = Counter((one.kind, one.verdict) for finding in findings for one in finding.statements)
     assert len(rows) == len(KINDS)
@@ -342,12 +388,12 @@ def test_how_many_statements_hold_is_what_was_found():
 def test_seconds_until_99_percent_are_those_that_were_found(resnet20_finding):
     statement = measured_of(resnet20_finding, "performed almost the same by considering the time")
     assert statement.verdict == "does not hold"
-    (said,) = re.findall(r"after ([\d.]+) s, SGD with BatchNorm after ([\d.]+) \(", " ".join(README.split()))
+    (said,) = re.findall(r"after ([\d.]+) s, SGD with BatchNorm after ([\d.]+) \(", prose("paper"))
     assert list(said) == re.findall(r"SGD(?:-BN)? ([\d.]+) \(", statement.measured)
 
 
 def test_times_of_an_iteration_are_those_in_results():
-    text = " ".join(README.split())
+    text = prose("paper")
     (said,) = re.findall(
         r"C-SGD takes ([\d.]+) of the time of SGD with BatchNorm on ResNet-20 and ([\d.]+) to ([\d.]+) of SGD's", text
     )

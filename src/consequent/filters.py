@@ -1,12 +1,11 @@
-r"""The adaptive filters the paper starts from: LMS, NLMS and the affine projection algorithm (APA).
+"""The adaptive filters the paper starts from: LMS, NLMS and the affine projection algorithm (APA).
 
 One linear layer ``z = W x`` is trained online: sample ``t`` is predicted with the weights known so far, then the
 weights are changed. The three filters share that loop and differ only in the change:
 
-.. math::
-    \text{LMS} \quad   & ΔW = μ\, e\, x^T                        && \text{(eq. mu lms)} \\
-    \text{NLMS} \quad  & ΔW = μ\, e\, x^T / (\|x\|^2 + ε)        && \text{(eq. nlms)} \\
-    \text{APA} \quad   & ΔW = μ\, E\, (X^T X + εI)^{-1} X^T      && \text{(eq. consequentialism formula)}
+    LMS     ΔW = μ e xᵀ                    (eq. mu lms)
+    NLMS    ΔW = μ e xᵀ / (‖x‖² + ε)       (eq. nlms)
+    APA     ΔW = μ E (XᵀX + εI)⁻¹ Xᵀ       (eq. consequentialism formula)
 
 where ``e = t − W x``. NLMS is consequentialism with a batch of one sample; APA is consequentialism of one linear layer
 over its most recent samples.
@@ -46,9 +45,9 @@ class FilterResult:
 
 @torch.no_grad()
 def lms(inputs: Tensor, targets: Tensor, step_size: float, *, weights: Tensor | None = None) -> FilterResult:
-    r"""Least mean squares (μ-LMS): gradient descent on the squared error of each sample in turn.
+    """Least mean squares (μ-LMS): gradient descent on the squared error of each sample in turn.
 
-    .. math:: ΔW = μ\, e\, x^T  \qquad \text{(eq. mu lms)}
+        ΔW = μ e xᵀ        (eq. mu lms)
 
     The error of the very same sample becomes ``(1 − μ‖x‖²) e``: it grows as soon as ``μ‖x‖² > 2``.
 
@@ -87,9 +86,9 @@ def lms(inputs: Tensor, targets: Tensor, step_size: float, *, weights: Tensor | 
 def nlms(
     inputs: Tensor, targets: Tensor, step_size: float, *, damping: float = 0.0, weights: Tensor | None = None
 ) -> FilterResult:
-    r"""Normalised least mean squares (α-LMS): the error of each sample shrinks by a factor that is the same for all.
+    """Normalised least mean squares (α-LMS): the error of each sample shrinks by a factor that is the same for all.
 
-    .. math:: ΔW = \frac{μ}{\|x\|^2 + ε}\, e\, x^T = μ\, e\, x^\dagger \ (ε = 0)  \qquad \text{(eq. nlms)}
+        ΔW = μ e xᵀ / (‖x‖² + ε), which is μ e x† for ε = 0        (eq. nlms)
 
     The error of the very same sample becomes ``(1 − μ) e`` for ε = 0, whatever its size ‖x‖. (The paper prints the
     change of the error as ``Δe = +μe``, eq. "ideal error change"; with its own ``Δe = −ΔW x`` it is ``−μe``.)
@@ -138,9 +137,9 @@ def apa(
     damping: float = 0.0,
     weights: Tensor | None = None,
 ) -> FilterResult:
-    r"""Affine projection algorithm (APA): the errors of the last ``order`` samples shrink together.
+    """Affine projection algorithm (APA): the errors of the last ``order`` samples shrink together.
 
-    .. math:: ΔW = μ\, E\, (X^T X + εI)^{-1} X^T  \qquad \text{(eq. consequentialism formula)}
+        ΔW = μ E (XᵀX + εI)⁻¹ Xᵀ        (eq. consequentialism formula)
 
     where the columns of ``X`` are the last ``order`` samples (fewer at the start of the stream) and ``E`` are their
     errors under the present weights; no sample disturbs another. With ``damping=0`` it is ``ΔW = μ E X†`` (eq. ideal

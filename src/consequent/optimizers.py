@@ -103,9 +103,9 @@ class _Consequentialist(Optimizer):
 
 
 class CSGD(_Consequentialist, SGD):
-    r"""C-SGD, and with ``momentum`` and ``nesterov`` C-Momentum and C-Nesterov.
+    """C-SGD, and with ``momentum`` and ``nesterov`` C-Momentum and C-Nesterov.
 
-    .. math:: \Delta\hat W = -\mu\,\Delta Z\,(X^\top X + \lambda I)^{-1} X^\top
+        ΔŴ = −μ ΔZ (XᵀX + λI)⁻¹ Xᵀ
 
     Args:
         model: the model; the layers' inputs are watched, so its parameters alone would not do.

@@ -1,4 +1,4 @@
-r"""The paper's own objects under their names: the readable statement of arXiv 2003.05164, not the fast path.
+"""The paper's own objects under their names: the readable statement of arXiv 2003.05164, not the fast path.
 
 Everything is in the paper's orientation: a column is a sample, the inputs X of a layer are D×N and its outputs
 ``Z = W X`` are O×N. ``ΔZ = ∂L/∂Z`` are the gradients of the backward pass (a left arrow in the paper), ``ΔW`` the
@@ -57,9 +57,9 @@ def forward_phase(
     activation: Activation | Sequence[Activation],
     loss: Loss,
 ) -> ForwardPhase:
-    r"""Algorithm 1, the forward phase of a multi-layer perceptron.
+    """Algorithm 1, the forward phase of a multi-layer perceptron.
 
-    .. math:: Z^{(ℓ)} = W^{(ℓ)} X^{(ℓ)}, \qquad X^{(ℓ+1)} = φ(Z^{(ℓ)}), \qquad ℓ = 0, …, L − 1
+        Z⁽ˡ⁾ = W⁽ˡ⁾ X⁽ˡ⁾,    X⁽ˡ⁺¹⁾ = φ(Z⁽ˡ⁾),    l = 0, …, L − 1
 
     Args:
         inputs: A sample per column, D⁽⁰⁾×N (X⁽⁰⁾ in the paper).
@@ -100,13 +100,12 @@ def backward_phase(
     step_size: float,
     derivative: Activation | Sequence[Activation] | None = None,
 ) -> list[Tensor]:
-    r"""Algorithm 2, backpropagation of a multi-layer perceptron (Proposition 1, eq. recursive backward).
+    """Algorithm 2, backpropagation of a multi-layer perceptron (Proposition 1, eq. recursive backward).
 
-    .. math::
-        ΔX^{(L)} &= ∂𝓛 / ∂X^{(L)} \\
-        ΔZ^{(ℓ)} &= ΔX^{(ℓ+1)} ∘ φ'(Z^{(ℓ)}) \\
-        ΔW^{(ℓ)} &= −μ\, ΔZ^{(ℓ)} {X^{(ℓ)}}^T \\
-        ΔX^{(ℓ)} &= {W^{(ℓ)}}^T ΔZ^{(ℓ)}
+        ΔX⁽ᴸ⁾ = ∂𝓛 / ∂X⁽ᴸ⁾
+        ΔZ⁽ˡ⁾ = ΔX⁽ˡ⁺¹⁾ ∘ φ′(Z⁽ˡ⁾)
+        ΔW⁽ˡ⁾ = −μ ΔZ⁽ˡ⁾ X⁽ˡ⁾ᵀ
+        ΔX⁽ˡ⁾ = W⁽ˡ⁾ᵀ ΔZ⁽ˡ⁾
 
     Slips in print: the induction step of Proposition 1 has φ where it means φ′ (the base case and the algorithm have
     φ′), the sum for ``Δx_j`` runs to D⁽ᴸ⁾ over ``w⁽ᴸ⁻¹⁾`` where it means D⁽ˡ⁾ and ``w⁽ˡ⁻¹⁾``, and the algorithm leaves
@@ -158,11 +157,10 @@ def consequentialist_backward_phase(
     damping: float,
     derivative: Activation | Sequence[Activation] | None = None,
 ) -> list[Tensor]:
-    r"""Algorithm 3, the main proposal: backpropagation with consequentialism weight updates.
+    """Algorithm 3, the main proposal: backpropagation with consequentialism weight updates.
 
-    .. math::
-        ΔŴ^{(ℓ)} &= −μ\, ΔZ^{(ℓ)} ({X^{(ℓ)}}^T X^{(ℓ)} + λI)^{-1} {X^{(ℓ)}}^T \\
-        ΔŴ^{(ℓ)} &= −μ\, ΔZ^{(ℓ)} {X^{(ℓ)}}^† \quad \text{for } λ = 0
+        ΔŴ⁽ˡ⁾ = −μ ΔZ⁽ˡ⁾ (X⁽ˡ⁾ᵀX⁽ˡ⁾ + λI)⁻¹ X⁽ˡ⁾ᵀ
+        ΔŴ⁽ˡ⁾ = −μ ΔZ⁽ˡ⁾ X⁽ˡ⁾†                        for λ = 0
 
     (eq. consequentialism formula and eq. ideal weight update rule); ΔZ are the gradients of :func:`backward_phase`.
     With λ = 0 and linearly independent samples the outputs of a layer move by exactly ``−μΔZ`` when the same mini-batch
@@ -213,9 +211,9 @@ def consequentialist_backward_phase(
 
 @torch.no_grad()
 def virtual_targets(outputs: Tensor, output_grads: Tensor) -> Tensor:
-    r"""Where the gradients send the outputs of a layer (eq. virtual targets-before).
+    """Where the gradients send the outputs of a layer (eq. virtual targets-before).
 
-    .. math:: \tilde{T} = Z − ΔZ
+        T̃ = Z − ΔZ
 
     Proposition 2: training the layer on these targets with μ-LMS *is* backpropagation, for any loss:
     ``lms_update(virtual_targets(Z, ΔZ) − Z, X, μ)`` equals ``−μ ΔZ Xᵀ``.
@@ -242,9 +240,9 @@ def virtual_targets(outputs: Tensor, output_grads: Tensor) -> Tensor:
 
 @torch.no_grad()
 def lms_update(errors: Tensor, inputs: Tensor, step_size: float) -> Tensor:
-    r"""The μ-LMS update, summed over the samples of a mini-batch (eq. mu lms).
+    """The μ-LMS update, summed over the samples of a mini-batch (eq. mu lms).
 
-    .. math:: ΔW = μ\, E X^T
+        ΔW = μ E Xᵀ
 
     What it does to the errors of the same samples is ``ΔE = −ΔW X = −μ E XᵀX``, for one sample ``−μ e ‖x‖²``. Slips in
     print: eq. "correlation as squared norm" loses that minus sign on the way (``Δe = −ΔW x`` but ``= μe‖x‖²``), as do
@@ -271,9 +269,9 @@ def lms_update(errors: Tensor, inputs: Tensor, step_size: float) -> Tensor:
 
 @torch.no_grad()
 def first_extension(inputs: Tensor, output_grads: Tensor, epsilon: float = 0.0, *, step_size: float = 1.0) -> Tensor:
-    r"""NLMS carried over to mini-batches sample by sample. A counter-example: it fails, do not train with it.
+    """NLMS carried over to mini-batches sample by sample. A counter-example: it fails, do not train with it.
 
-    .. math:: \hat{x}_{(n)} = \frac{x_{(n)}}{\|x_{(n)}\|^2 + ε}, \qquad ΔW = μ\, \tilde{E} \hat{X}^T = −μ\, ΔZ \hat{X}^T
+        x̂ₙ = xₙ / (‖xₙ‖² + ε),    ΔW = μ Ẽ X̂ᵀ = −μ ΔZ X̂ᵀ
 
     Each sample alone would move as wanted, but all samples change the same weights: the outputs move by
     ``−μ ΔZ X̂ᵀX``, and ``X̂ᵀX`` is the identity only for orthogonal samples (see :func:`counter_example`). For N alike
@@ -306,13 +304,10 @@ def first_extension(inputs: Tensor, output_grads: Tensor, epsilon: float = 0.0, 
 
 @torch.no_grad()
 def counter_example(inputs: Tensor) -> Tensor:
-    r"""The 2×2 matrix that refutes the first extension, as printed in section "First extension" (ε = 0).
+    """The 2×2 matrix that refutes the first extension, as printed in section "First extension" (ε = 0).
 
-    .. math::
-        \hat{X}^T X = \begin{bmatrix}
-            1 & \frac{x_{11} x_{12} + x_{21} x_{22}}{x_{11}^2 + x_{21}^2} \\
-            \frac{x_{11} x_{12} + x_{21} x_{22}}{x_{12}^2 + x_{22}^2} & 1
-        \end{bmatrix}
+        X̂ᵀX = [ 1                                   (x₁₁x₁₂ + x₂₁x₂₂) / (x₁₁² + x₂₁²) ]
+              [ (x₁₁x₁₂ + x₂₁x₂₂) / (x₁₂² + x₂₂²)   1                                 ]
 
     :func:`first_extension` moves the outputs by ``−μ ΔZ X̂ᵀX``, so this should be the identity. It is so only for
     orthogonal samples; otherwise the correction of one sample also moves the other, the more the larger that other is.

@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: what follows the program's name; `sys.argv` by default.
     """
+    if list(sys.argv[1:] if arguments is None else arguments) == ["--version"]:
+        return _say_version()
     missing = [name for name in LAB_PACKAGES if find_spec(name) is None]
     if missing:
         return _say_what_is_missing(missing)
@@ -72,6 +74,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("consequent: interrupted", file=sys.stderr)
         return 130
+    return 0
+
+
+def _say_version() -> int:
+    """Prints what a report of a mistake should name; needs none of the lab's packages."""
+    import torch
+
+    import consequent
+
+    print(f"consequent {consequent.__version__} (torch {torch.__version__}, Python {sys.version.split()[0]})")
     return 0
 
 

@@ -46,9 +46,9 @@ def consequential_gradient(
     *,
     side: Side = "auto",
 ) -> Tensor:
-    r"""The consequentialist weight gradient of one linear map ``Z = W X``.
+    """The consequentialist weight gradient of one linear map ``Z = W X``.
 
-    .. math:: \Delta\hat W = \Delta Z\,(X^\top X + \lambda I)^{-1} X^\top
+        ΔŴ = ΔZ (XᵀX + λI)⁻¹ Xᵀ
 
     It is the ridge regression of the output gradients on the inputs. With ``damping=0`` it is ``ΔZ X†``, computed with
     the pseudo-inverse (an SVD). There is no learning rate, sign or batch-size factor in it. Differentiable in
