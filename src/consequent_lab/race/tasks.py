@@ -18,7 +18,11 @@ from consequent_lab.race.task import Data, Task, classification, classification_
 ALL = ("SGD", "Nesterov", "Adam", "Muon", "C-SGD", "C-Nesterov", "C-Adam", "FOOF", "K-FAC", "SOAP", "Shampoo")
 DECAYED = ("C-Nesterov", "C-AdamW", "C-SGD", "Nesterov", "AdamW", "Muon", "FOOF", "SOAP", "K-FAC", "Shampoo")
 WITH_BATCH_NORM = ("Nesterov-BN", "AdamW-BN", "Muon-BN")
-OF_SIGNALS = ("Adam", "Muon", "C-Adam", "C-Nesterov", "C-SGD", "Nesterov", "SOAP", "K-FAC", "FOOF", "Shampoo")
+MUON_CORRECTED = ("C-Muon", "Newton-Muon")  # of networks without convolutions, whose kernels Muon takes as copies
+OF_SIGNALS = (
+    *("Adam", "Muon", "C-Adam", "C-Nesterov", "C-SGD", "Nesterov", "SOAP", "FOOF", "K-FAC", "Shampoo"),
+    *MUON_CORRECTED,
+)
 
 Starts = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
 
@@ -50,7 +54,7 @@ def perceptron(dataset: str, batch_size: int, settings_from: str | None) -> Task
         evaluate=classification,
         measure=MLP_MEASURE,
         reported=MLP_REPORTED,
-        contestants=ALL,
+        contestants=(*ALL, "C-Muon"),
         batch_size=batch_size,
         epochs=12,
         evaluations=48,
@@ -110,7 +114,7 @@ def resnet(augmented: bool) -> Task:
 SIGNAL_STARTS: Starts = (
     ("Adam", (("lr", 1e-3),)),
     ("C-Adam", (("lr", 1e-3),)),
-    ("Muon", (("lr", 1e-2), ("other_lr", 1e-3))),
+    *((name, (("lr", 1e-2), ("other_lr", 1e-3))) for name in ("Muon", *MUON_CORRECTED)),
     ("SOAP", (("lr", 3e-3),)),
 )
 HIDDEN = (256,) * 5
@@ -210,7 +214,7 @@ def bytes_of_sources() -> Task:
         evaluate=_language,
         measure=Final("test_loss"),
         reported=(Final("train_loss"),),
-        contestants=("AdamW", "C-AdamW", "Muon", "C-Nesterov", "Nesterov", "SOAP"),
+        contestants=("AdamW", "C-AdamW", "Muon", "C-Nesterov", "Nesterov", "SOAP", *MUON_CORRECTED),
         batch_size=32,
         epochs=2,
         evaluations=24,
