@@ -108,8 +108,8 @@ def rows(results: Results) -> list[Row]:
         rank = -median if getattr(first, "rising", False) and not isinstance(first, TimeTo) else median
         # Of those that do not reach the target, the one with the better end comes first.
         ends = statistics.median(first.score(unpacked(line["curve"]), line["steps"]) for line in finals)
-        settings = ", ".join(_setting(results, name, *setting) for setting in finals[0]["settings"].items())
-        found.append((rank, ends, Row(name, f"{settings} ({len(finals)} seeds)", tuple(cells), rank)))
+        settings = f"{settings_of(results, name)} ({len(finals)} seeds)"
+        found.append((rank, ends, Row(name, settings, tuple(cells), rank)))
     return [row for _, _, row in sorted(found, key=lambda entry: entry[:2])]
 
 
@@ -123,6 +123,11 @@ def _ways(results: Results) -> list[str]:
     """Returns in which ways steps were timed."""
     timed = [line["milliseconds"] for line in results.lines if line["kind"] == "time"]
     return [way for way in ("eager", "graph") if any(way in milliseconds for milliseconds in timed)]
+
+
+def settings_of(results: Results, contestant: str) -> str:
+    """Returns the settings of a contestant's finals."""
+    return ", ".join(_setting(results, contestant, *one) for one in results.finals(contestant)[0]["settings"].items())
 
 
 def _setting(results: Results, contestant: str, name: str, value: float) -> str:

@@ -240,8 +240,31 @@ def _language(model: nn.Module, data: Data) -> dict[str, Tensor]:
     }
 
 
+# ---- the demo ----------------------------------------------------------------------------------------------------
+
+
+def handwritten_digits() -> Task:
+    """Returns the paper's network in small, on data that needs no download."""
+    return Task(
+        name=DEMO,
+        title="scikit-learn's digits, eight hidden layers of 128, batches of 32",
+        load=lambda place, seed: sources.digits(),
+        model=lambda variant: mlp(64, (128,) * 8, 10),
+        loss=cross_entropy,
+        evaluate=classification,
+        measure=MLP_MEASURE,
+        reported=(Final("train_loss"), Final("test_accuracy", rising=True)),
+        contestants=("Muon", "C-Adam", "C-SGD", "Adam", "SGD"),  # the costly ones first: workers then end together
+        batch_size=32,
+        epochs=10,
+        evaluations=30,
+        starts=tuple((name, (("lr", 1e-3),)) for name in ("Adam", "C-Adam")),
+    )
+
+
 # ---- the list ----------------------------------------------------------------------------------------------------
 
+DEMO = "demo"
 FIRST_MLP = "mlp-cifar10-b32"
 TASKS = {
     task.name: task
@@ -262,6 +285,7 @@ TASKS = {
         distances(),
         *(tabular(name) for name in (*sources.TABLES, "robot-arm")),
         bytes_of_sources(),
+        handwritten_digits(),
     )
 }
 
