@@ -72,7 +72,7 @@ class Race:
             return
         if not names:
             states = states_in(self.output, self.trials, self.seeds)
-            if stage == "race":
+            if stage != "table":
                 for state in states:
                     screen.print(f"{state.results.task.name:26} {state}", soft_wrap=True)
                 return

@@ -99,6 +99,17 @@ def test_two_processes_find_what_one_finds(demo, tmp_path):
         assert losses == pytest.approx(curves[1][name], rel=1e-3)
 
 
+def test_what_only_a_search_needs_is_not_imported():
+    script = (
+        "import sys, consequent_lab.demo_table, consequent_lab.figures, consequent_lab.race.running\n"
+        "import consequent_lab.race.times\n"
+        "print(sorted({'optuna', 'pytorch_optimizer', 'skimage'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "[]"  # `make demo` does not install them
+
+
 @pytest.mark.slow
 def test_help_lists_the_commands_without_importing_torch():
     script = (

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from consequent_lab import cli
 from consequent_lab.race.contestants import CONTESTANTS
 from consequent_lab.race.measures import Best
 from consequent_lab.race.results import Results
@@ -37,6 +38,20 @@ def test_what_is_done_is_what_the_page_says():
     assert [state.results.task.name for state in STATES if str(state) == "done"] == ["demo"]
     for name in ("K-FAC", "FOOF", "Shampoo", "C-Muon", "Newton-Muon"):
         assert not any(state.results.trials(name) or state.results.finals(name) for state in STATES)
+
+
+@pytest.mark.parametrize("words", [[], ["times"]])
+def test_without_tasks_the_command_lists_them(words, capsys):
+    assert cli.main(["race", *words, "--output", str(RACE.output)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(TASKS)
+    assert "done: Adam" in next(line for line in lines if line.startswith("siren-128-china"))
+
+
+def test_the_command_prints_the_tables_of_the_page(capsys):
+    assert cli.main(["race", "table", "--output", str(RACE.output)]) == 0
+    printed = capsys.readouterr().out
+    assert printed == "".join(f"{markdown_table(state.results)}\n" for state in STATES if state.results.lines)
 
 
 def test_a_state_says_what_is_missing(tmp_path):
