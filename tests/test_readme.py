@@ -10,6 +10,7 @@ import pytest
 
 from consequent.maths.damping import DEFAULT
 from consequent_lab.bench_tables import cost_table, first_step_table, growth_table
+from consequent_lab.demo_table import epochs_to_target, markdown_lines, seconds_per_step
 from consequent_lab.faults.record import recorded
 from consequent_lab.faults_command import table
 from consequent_lab.paper import learning_rates, mlp, resnet20
@@ -20,7 +21,7 @@ from consequent_lab.paper.kept_contestants import seconds_of
 from consequent_lab.race.curves import unpacked
 from consequent_lab.race.results import Results
 from consequent_lab.race.table import headings, rows
-from consequent_lab.race.tasks import TASKS
+from consequent_lab.race.tasks import DEMO, TASKS
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -117,39 +118,14 @@ def test_the_rates_are_those_of_the_page_with_the_reasons():
     assert advised == rates(page("choosing"))
 
 
-def never_or(number):
-    """What a run needed to reach the target loss; "never" is None."""
-    return None if number == "never" else float(number)
-
-
-def test_the_demos_numbers_are_in_results():
-    demo = json.loads((ROOT / "results" / "demo.json").read_text())
-    assert (demo["rules"]["damping"], demo["rules"]["relative_damping"]) == (None, DEFAULT.value)
-    time = r"[\d.]+|never"
-    for contestant in demo["contestants"]:
-        epochs, seconds = contestant["epochs"], contestant["seconds"]["median"]
-        name = re.escape(contestant["name"])
-        found = re.search(rf"\| \**{name}\** \| \**({time})\** \(({time})–({time})\) \| ({time}) \|", page("demo"))
-        assert found, contestant["name"]
-        for said, measured in zip(
-            found.groups(), [epochs["median"], epochs["low"], epochs["high"], seconds], strict=True
-        ):
-            assert never_or(said) == (None if measured is None else pytest.approx(measured, abs=0.051))
-
-
-def test_the_earlier_races_numbers_are_in_results():
-    demo = json.loads((ROOT / "results" / "demo-damping-0.01.json").read_text())
-    assert demo["rules"]["damping"] == 0.01
-    epochs = {contestant["name"]: contestant["epochs"] for contestant in demo["contestants"]}
-    (said,) = re.findall(
-        r"needed (\S+) \((\S+)–(\S+)\) and (\S+) \((\S+)–(\S+)\) epochs; .*? needed (\S+), (\S+) and (\S+) \(",
-        prose("demo"),
-    )
-    expected = [epochs[name][which] for name in ("SGD", "Adam") for which in ("median", "low", "high")]
-    expected += [epochs[name]["median"] for name in ("C-SGD", "C-Nesterov", "C-Adam")]
-    assert [float(number) for number in said] == pytest.approx(expected, abs=0.051)
-    now = json.loads((ROOT / "results" / "demo.json").read_text())
-    assert [len(record["rules"]["search_seeds"]) for record in (demo, now)] == [1, 3]
+def test_the_demos_table_is_in_results():
+    lines = json.loads((ROOT / "results" / "demo.json").read_text())["lines"]
+    results = Results(TASKS[DEMO], ROOT, lines)
+    assert "\n".join(markdown_lines(results)) in page("demo")
+    epochs = {name: epochs_to_target(results, name).median for name in results.task.contestants}
+    seconds = {name: seconds_per_step(results, name) * value for name, value in epochs.items()}
+    assert max(epochs["C-SGD"], epochs["C-Adam"]) < min(epochs[name] for name in ("SGD", "Adam", "Muon"))
+    assert min(seconds["C-SGD"], seconds["C-Adam"]) > max(seconds["SGD"], seconds["Adam"])
 
 
 def bench(name):

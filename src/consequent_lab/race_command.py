@@ -24,8 +24,9 @@ class Race:
     """
 
     words: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Tasks (none: they are listed); or "times" and tasks: how long a step takes, to be run alone; or "table" and
-    tasks; or "data" and sets (cifar10, cifar100, fashion-mnist, pictures, tables, sources): writes files to carry."""
+    """Tasks (none: they are listed with what is done of them); or "times" and tasks: how long a step takes, to be run
+    alone; or "table" and tasks (none: all that have results): tables in Markdown; or "data" and sets (cifar10,
+    cifar100, fashion-mnist, pictures, tables, sources): writes files to carry."""
     contestants: str = ""
     """Only these, separated by commas (default: all of the task)."""
     trials: int = 12
@@ -59,7 +60,7 @@ class Race:
 
     def run(self) -> None:
         """Runs what is asked for."""
-        from consequent_lab.race.tasks import TASKS
+        from consequent_lab.race.states import states_in
         from consequent_lab.screen import console
 
         screen = console()
@@ -70,9 +71,12 @@ class Race:
             self._write_data(names or SETS, screen)
             return
         if not names:
-            for task in TASKS.values():
-                screen.print(f"{task.name:26} {task.title}")
-            return
+            states = states_in(self.output, self.trials, self.seeds)
+            if stage != "table":
+                for state in states:
+                    screen.print(f"{state.results.task.name:26} {state}", soft_wrap=True)
+                return
+            names = tuple(state.results.task.name for state in states if state.results.lines)
         deadline = None if self.minutes is None else time.time() + 60 * self.minutes
         for name in names:
             self._run_task(stage, name, deadline, screen)
@@ -105,9 +109,10 @@ class Race:
             from consequent_lab.race.times import times
 
             times(conditions, names, results, say)
-        screen.print(terminal_table(results))
-        self.output.mkdir(parents=True, exist_ok=True)
-        (self.output / f"{task.name}.md").write_text(markdown_table(results))
+        if stage == "table":
+            print(markdown_table(results))
+        else:
+            screen.print(terminal_table(results))
 
     def _conditions(self, name: str, deadline: float | None) -> "Conditions":
         from consequent_lab.race.running import Conditions

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import consequent
+from consequent_lab.race.kronecker import FOOF, KFAC
 from consequent_lab.race.task import Task
 
 Settings = dict[str, float]
@@ -163,7 +164,8 @@ def muon(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> 
     others = [parameter for parameter in model.parameters() if parameter not in known]
     decay = decay_of(settings)
     rest = torch.optim.AdamW(others, lr=settings["other_lr"], weight_decay=decay, capturable=capturable)
-    return [FlatMuon(hidden, lr=settings["lr"], weight_decay=decay), rest]
+    kind = torch.optim.Muon if all(weight.ndim == 2 for weight in hidden) else FlatMuon
+    return [kind(hidden, lr=settings["lr"], weight_decay=decay), rest]
 
 
 def soap(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
@@ -201,22 +203,13 @@ def shampoo(model: nn.Module, settings: Settings, task: Task, capturable: bool) 
 
 
 def kfac(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
-    """Returns the inverse-free K-FAC of singd, its factors updated every 10 steps."""
-    from singd.optim.optimizer import SINGD
+    """Returns K-FAC, its factors updated and inverted every 10 steps."""
+    return [KFAC(model, settings["lr"], settings["damping"], weight_decay=decay_of(settings))]
 
-    return [
-        SINGD(
-            model,
-            lr=settings["lr"],
-            momentum=0.9,
-            damping=settings["damping"],
-            weight_decay=decay_of(settings),
-            T=10,
-            kfac_like=True,
-            normalize_lr_cov=True,
-            warn_unsupported=False,
-        )
-    ]
+
+def foof(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
+    """Returns FOOF, its factor updated and inverted every 10 steps."""
+    return [FOOF(model, settings["lr"], settings["damping"], weight_decay=decay_of(settings))]
 
 
 # ---- ours --------------------------------------------------------------------------------------------------------
@@ -234,20 +227,23 @@ def as_it_is(plain: Plain) -> Make:
 
 
 def corrected(plain: Plain, **options: Any) -> Make:
-    """Returns what makes its C- version; settings with the names of dampings are the correction's."""
+    """Returns what makes its C- version, all optimisers of a contestant corrected jointly.
+
+    Settings with the names of dampings are the correction's.
+    """
 
     def make(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> Optimizers:
         optimizers = plain(model, settings, task, capturable)
         dampings: dict[str, Any] = {
             name: settings[name] for name in ("damping", "relative_damping") if name in settings
         }
-        (optimizer,) = optimizers
-        correction = consequent.attach(optimizer, model, loss_reduction=task.loss_reduction, **dampings, **options)
+        correction = consequent.attach(optimizers, model, loss_reduction=task.loss_reduction, **dampings, **options)
         return Optimizers(model, optimizers, correction)
 
     return make
 
 
+OTHER_LR = Knob("other_lr", 3e-5, 1e-2, 3e-4)  # of AdamW beside Muon
 RELATIVE_DAMPING = Knob("relative_damping", 0.01, 1.0, 0.1)
 
 CONTESTANTS = {
@@ -257,20 +253,22 @@ CONTESTANTS = {
         Contestant("Nesterov", as_it_is(nesterov), (lr(0.01),)),
         Contestant("Adam", as_it_is(adam), (lr(3e-4),), decay=Knob("decay", 1e-6, 1e-3, 1e-5)),
         Contestant("AdamW", as_it_is(adamw), (lr(3e-4),)),
-        Contestant("Muon", as_it_is(muon), (lr(2e-3), Knob("other_lr", 3e-5, 1e-2, 3e-4)), graphs=False),
+        Contestant("Muon", as_it_is(muon), (lr(2e-3), OTHER_LR), graphs=False),
         Contestant("SOAP", as_it_is(soap), (lr(1e-3),), graphs=False),
         Contestant("Shampoo", as_it_is(shampoo), (lr(0.01),), graphs=False),
-        Contestant("K-FAC", as_it_is(kfac), (lr(3e-3), Knob("damping", 1e-4, 1e-1, 1e-3)), graphs=False),
-        Contestant(
-            "FOOF",
-            corrected(nesterov, averaging=0.95, refresh=10, bound=None),
-            (lr(0.03), Knob("damping", 1.0, 1000.0, 100.0)),
-            graphs=False,
-        ),
+        Contestant("K-FAC", as_it_is(kfac), (lr(3e-4), Knob("damping", 1e-4, 1e-1, 3e-3)), graphs=False),
+        Contestant("FOOF", as_it_is(foof), (lr(0.03), Knob("damping", 0.03, 30.0, 1.0)), graphs=False),
         Contestant("C-SGD", corrected(sgd), (lr(0.1), RELATIVE_DAMPING)),
         Contestant("C-Nesterov", corrected(nesterov), (lr(0.01), RELATIVE_DAMPING)),
         Contestant("C-Adam", corrected(adam), (lr(3e-4), RELATIVE_DAMPING), decay=Knob("decay", 1e-6, 1e-3, 1e-5)),
         Contestant("C-AdamW", corrected(adamw), (lr(3e-4), RELATIVE_DAMPING)),
+        Contestant("C-Muon", corrected(muon), (lr(2e-3), OTHER_LR), graphs=False),
+        Contestant(
+            "Newton-Muon",
+            corrected(muon, relative_damping=0.2, averaging=0.95, refresh=32),
+            (lr(2e-3), OTHER_LR),
+            graphs=False,
+        ),
         Contestant("Nesterov-BN", as_it_is(nesterov), (lr(0.1),), variant="BN"),
         Contestant("AdamW-BN", as_it_is(adamw), (lr(1e-3),), variant="BN"),
         Contestant(

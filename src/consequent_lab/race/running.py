@@ -7,18 +7,25 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from consequent_lab.pool import Pool
 from consequent_lab.race.contestants import Contestant, Settings, contestant_named
 from consequent_lab.race.curves import Point, packed
 from consequent_lab.race.results import Line, Results, line_of
-from consequent_lab.race.search import OutOfTimeError, Search
 from consequent_lab.race.task import SEARCH_SEED, Data, Task
 from consequent_lab.race.tasks import task_named
 from consequent_lab.race.training import curve_of
 from consequent_lab.timing import describe_error
 
+if TYPE_CHECKING:  # Optuna is imported where something is searched: finals alone, as in the demo, do without.
+    from consequent_lab.race.search import Search
+
 Report = Callable[[Line], None]
+
+
+class OutOfTimeError(Exception):
+    """The time of this race is over; what was being run is run again the next time."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,8 @@ def data_of(conditions: Conditions, seed: int, *, search: bool) -> Data:
 
 def search(report: Report, conditions: Conditions, name: str, lines: list[Line]) -> Outcome:
     """Runs the trials that a contestant still has, reports each as a line, and returns the best settings."""
+    from consequent_lab.race.search import Search
+
     task, contestant = conditions.the_task(), contestant_named(name)
     lines = list(lines)
     try:
@@ -100,7 +109,7 @@ def search(report: Report, conditions: Conditions, name: str, lines: list[Line])
     return Outcome(None if best is None else best["settings"])
 
 
-def _trial(conditions: Conditions, contestant: Contestant, study: Search, data: Data, steps: int) -> Line:
+def _trial(conditions: Conditions, contestant: Contestant, study: "Search", data: Data, steps: int) -> Line:
     task, trial = conditions.the_task(), study.ask()
 
     def watch(curve: list[Point]) -> bool:

@@ -21,10 +21,6 @@ SPREAD_TRIALS = 5  # after the first one: spread evenly, before proposals follow
 LONGEST_RUNG = 4  # the first cut is after so small a part of the run
 
 
-class OutOfTimeError(Exception):
-    """The time of this race is over; what was being run is run again the next time."""
-
-
 class Search:
     """A study that is made anew from the lines of its finished trials.
 

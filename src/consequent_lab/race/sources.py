@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from consequent_lab.digits import load_digits
 from consequent_lab.race.files import Arrays, files_of, read_arrays
 from consequent_lab.race.task import Data
 
@@ -88,6 +89,12 @@ def crop_and_flip(images: Tensor, generator: torch.Generator, padding: int = 4) 
     places = rows[:, :, None] * padded.shape[3] + columns[:, None, :]  # [N, H, W] in the padded image
     flat = padded.flatten(2).gather(2, places.flatten(1)[:, None].expand(count, channels, height * width))
     return flat.view(images.shape)
+
+
+def digits() -> Data:
+    """Returns scikit-learn's handwritten digits, always split the same way."""
+    known = load_digits()
+    return Data(known.train_inputs, known.train_labels, known.test_inputs, known.test_labels)
 
 
 # ---- signals over coordinates ------------------------------------------------------------------------------------

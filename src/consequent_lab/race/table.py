@@ -13,6 +13,8 @@ from consequent_lab.race.curves import unpacked
 from consequent_lab.race.measures import Measure, TimeTo, shown
 from consequent_lab.race.results import Line, Results
 
+NEAR_THE_END = 0.03  # of a knob's range, on its logarithmic scale
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -72,11 +74,12 @@ def spread_of(measure: Measure, lines: Sequence[Line]) -> Spread:
 def headings(results: Results) -> list[str]:
     """Returns the heads of the columns after the contestant and its settings."""
     heads = []
+    seconds = {0: [], 1: ["seconds"], 2: ["seconds, eager", "seconds, CUDA graph"]}[len(_ways(results))]
     for measure in (results.task.measure, *results.task.reported):
         heads.append(str(measure))
         if isinstance(measure, TimeTo):
-            heads += ["seconds, eager", "seconds, CUDA graph"] if _has_graphs(results) else ["seconds"]
-    return [*heads, "ms a step"]
+            heads += seconds
+    return [*heads, "ms a step"] if seconds else heads
 
 
 def rows(results: Results) -> list[Row]:
@@ -89,7 +92,7 @@ def rows(results: Results) -> list[Row]:
         times: dict[str, dict[str, float]] = next(
             (line["milliseconds"] for line in reversed(results.of_kind("time", name))), {}
         )
-        ways = ("eager", "graph") if _has_graphs(results) else ("eager",)
+        ways = _ways(results)
         cells = []
         for measure in (results.task.measure, *results.task.reported):
             spread = spread_of(measure, finals)
@@ -98,14 +101,15 @@ def rows(results: Results) -> list[Row]:
                 cells += [_seconds(spread, times.get(way)) for way in ways]
             else:
                 cells.append(spread.text(".3g", measure.metric))
-        cells.append(" / ".join(f"{times[way]['median']:.3g}" if way in times else "–" for way in ways))
+        if ways:
+            cells.append(" / ".join(f"{times[way]['median']:.3g}" if way in times else "–" for way in ways))
         first = results.task.measure
         median = spread_of(first, finals).median
         rank = -median if getattr(first, "rising", False) and not isinstance(first, TimeTo) else median
         # Of those that do not reach the target, the one with the better end comes first.
         ends = statistics.median(first.score(unpacked(line["curve"]), line["steps"]) for line in finals)
-        settings = ", ".join(f"{key} {value:.2g}" for key, value in finals[0]["settings"].items())
-        found.append((rank, ends, Row(name, f"{settings} ({len(finals)} seeds)", tuple(cells), rank)))
+        settings = f"{settings_of(results, name)} ({len(finals)} seeds)"
+        found.append((rank, ends, Row(name, settings, tuple(cells), rank)))
     return [row for _, _, row in sorted(found, key=lambda entry: entry[:2])]
 
 
@@ -115,18 +119,44 @@ def _seconds(spread: Spread, quartiles: dict[str, float] | None) -> str:
     return f"{spread.median * quartiles['median'] / 1e3:.3g}"
 
 
-def _has_graphs(results: Results) -> bool:
-    return any("graph" in line["milliseconds"] for line in results.lines if line["kind"] == "time")
+def _ways(results: Results) -> list[str]:
+    """Returns in which ways steps were timed."""
+    timed = [line["milliseconds"] for line in results.lines if line["kind"] == "time"]
+    return [way for way in ("eager", "graph") if any(way in milliseconds for milliseconds in timed)]
+
+
+def settings_of(results: Results, contestant: str) -> str:
+    """Returns the settings of a contestant's finals."""
+    return ", ".join(_setting(results, contestant, *one) for one in results.finals(contestant)[0]["settings"].items())
+
+
+def _setting(results: Results, contestant: str, name: str, value: float) -> str:
+    """Returns a setting, with a star where it is so near the end of its range that a better one may lie beyond."""
+    (knob,) = (knob for knob in CONTESTANTS[contestant].space(results.task) if knob.name == name)
+    place = math.log(value / knob.low) / math.log(knob.high / knob.low)
+    return f"{name} {value:.2g}{'' if NEAR_THE_END < place < 1 - NEAR_THE_END else '*'}"
 
 
 def caption(results: Results) -> str:
-    """Returns what was done, in a sentence."""
+    """Returns what was done, and who is missing."""
     trials = max((len(results.trials(name)) for name in CONTESTANTS), default=0)
-    where = f"of {results.task.settings_from}" if results.task.settings_from else f"{trials} trials for each contestant"
-    return (
-        f"{results.task.title}. Settings by {results.task.measure} ({where}, successive halving), then other seeds: "
-        "median (lowest–highest). Seconds are steps × the time of a step measured alone."
-    )
+    where = f"those of {results.task.settings_from}" if results.task.settings_from else f"{trials} trials each"
+    sentences = [
+        f"{results.task.title[0].upper()}{results.task.title[1:]}.",
+        f"Settings by {results.task.measure} ({where}, successive halving), then other seeds: median (lowest–highest).",
+    ]
+    if _ways(results):
+        sentences.append("Seconds are steps × the time of a step measured alone.")
+    if any("*" in row.settings for row in rows(results)):
+        sentences.append("A star: at the end of the range that was searched.")
+    missing = [name for name in results.task.contestants if not results.finals(name)]
+    begun = [f"{name} ({len(results.trials(name))} trials)" for name in missing if results.trials(name)]
+    if begun:
+        sentences.append(f"Searches that were not finished: {', '.join(begun)}.")
+    absent = [name for name in missing if not results.trials(name)]
+    if absent:
+        sentences.append(f"Not run: {', '.join(absent)}.")
+    return " ".join(sentences)
 
 
 def terminal_table(results: Results) -> Table:

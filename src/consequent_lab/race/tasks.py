@@ -18,7 +18,11 @@ from consequent_lab.race.task import Data, Task, classification, classification_
 ALL = ("SGD", "Nesterov", "Adam", "Muon", "C-SGD", "C-Nesterov", "C-Adam", "FOOF", "K-FAC", "SOAP", "Shampoo")
 DECAYED = ("C-Nesterov", "C-AdamW", "C-SGD", "Nesterov", "AdamW", "Muon", "FOOF", "SOAP", "K-FAC", "Shampoo")
 WITH_BATCH_NORM = ("Nesterov-BN", "AdamW-BN", "Muon-BN")
-OF_SIGNALS = ("Adam", "Muon", "C-Adam", "C-Nesterov", "C-SGD", "Nesterov", "SOAP", "K-FAC", "FOOF", "Shampoo")
+MUON_CORRECTED = ("C-Muon", "Newton-Muon")  # of networks without convolutions, whose kernels Muon takes as copies
+OF_SIGNALS = (
+    *("Adam", "Muon", "C-Adam", "C-Nesterov", "C-SGD", "Nesterov", "SOAP", "FOOF", "K-FAC", "Shampoo"),
+    *MUON_CORRECTED,
+)
 
 Starts = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
 
@@ -50,7 +54,7 @@ def perceptron(dataset: str, batch_size: int, settings_from: str | None) -> Task
         evaluate=classification,
         measure=MLP_MEASURE,
         reported=MLP_REPORTED,
-        contestants=ALL,
+        contestants=(*ALL, "C-Muon"),
         batch_size=batch_size,
         epochs=12,
         evaluations=48,
@@ -110,7 +114,7 @@ def resnet(augmented: bool) -> Task:
 SIGNAL_STARTS: Starts = (
     ("Adam", (("lr", 1e-3),)),
     ("C-Adam", (("lr", 1e-3),)),
-    ("Muon", (("lr", 1e-2), ("other_lr", 1e-3))),
+    *((name, (("lr", 1e-2), ("other_lr", 1e-3))) for name in ("Muon", *MUON_CORRECTED)),
     ("SOAP", (("lr", 3e-3),)),
 )
 HIDDEN = (256,) * 5
@@ -210,7 +214,7 @@ def bytes_of_sources() -> Task:
         evaluate=_language,
         measure=Final("test_loss"),
         reported=(Final("train_loss"),),
-        contestants=("AdamW", "C-AdamW", "Muon", "C-Nesterov", "Nesterov", "SOAP"),
+        contestants=("AdamW", "C-AdamW", "Muon", "C-Nesterov", "Nesterov", "SOAP", *MUON_CORRECTED),
         batch_size=32,
         epochs=2,
         evaluations=24,
@@ -236,8 +240,31 @@ def _language(model: nn.Module, data: Data) -> dict[str, Tensor]:
     }
 
 
+# ---- the demo ----------------------------------------------------------------------------------------------------
+
+
+def handwritten_digits() -> Task:
+    """Returns the paper's network in small, on data that needs no download."""
+    return Task(
+        name=DEMO,
+        title="scikit-learn's digits, eight hidden layers of 128, batches of 32",
+        load=lambda place, seed: sources.digits(),
+        model=lambda variant: mlp(64, (128,) * 8, 10),
+        loss=cross_entropy,
+        evaluate=classification,
+        measure=MLP_MEASURE,
+        reported=(Final("train_loss"), Final("test_accuracy", rising=True)),
+        contestants=("Muon", "C-Adam", "C-SGD", "Adam", "SGD"),  # the costly ones first: workers then end together
+        batch_size=32,
+        epochs=10,
+        evaluations=30,
+        starts=tuple((name, (("lr", 1e-3),)) for name in ("Adam", "C-Adam")),
+    )
+
+
 # ---- the list ----------------------------------------------------------------------------------------------------
 
+DEMO = "demo"
 FIRST_MLP = "mlp-cifar10-b32"
 TASKS = {
     task.name: task
@@ -258,6 +285,7 @@ TASKS = {
         distances(),
         *(tabular(name) for name in (*sources.TABLES, "robot-arm")),
         bytes_of_sources(),
+        handwritten_digits(),
     )
 }
 

@@ -15,10 +15,13 @@ from consequent_lab.timing import Plan, Quartiles, describe_error, measure, peak
 PERIOD = 100  # steps after which every contestant has done all that it does now and then
 SLOWED = 1e-3  # the fraction of the learning rate that steps are timed with: a batch is learnt again and again
 PLAN = Plan(rounds=7, seconds=60, warm_up=WARM_UP_STEPS + 1, period=PERIOD)
+DEMO_PLAN = Plan(rounds=9, seconds=4, sample_seconds=0.01)
 TINY_PLAN = Plan(rounds=5, seconds=1, sample_seconds=0.001, warm_up=WARM_UP_STEPS + 1)
 
 
-def times(conditions: Conditions, names: list[str], results: Results, say: Callable[[str], None]) -> None:
+def times(
+    conditions: Conditions, names: list[str], results: Results, say: Callable[[str], None], plan: Plan = PLAN
+) -> None:
     """Measures the contestants and keeps a line for each; those with a line are passed over.
 
     Eager steps are timed one contestant after the other within a round, and so are CUDA graphs.
@@ -28,7 +31,7 @@ def times(conditions: Conditions, names: list[str], results: Results, say: Calla
     names = [name for name in names if not results.of_kind("time", name)]
     chosen: dict[str, Settings] = {}
     for name in names:
-        best = results.best(name)
+        best = next(iter(results.finals(name)), results.best(name))
         knobs = contestant_named(name).space(task)
         chosen[name] = best["settings"] if best else {knob.name: knob.start for knob in knobs}
     lines: dict[str, Line] = {name: {"milliseconds": {}, "errors": {}} for name in names}
@@ -49,7 +52,7 @@ def times(conditions: Conditions, names: list[str], results: Results, say: Calla
                 steps[name] = step_of(task, contestant, chosen[name], data, how == "graph")
             except Exception as error:
                 lines[name]["errors"][how] = describe_error(error)
-        timings = measure(steps, conditions.device, TINY_PLAN if conditions.tiny else PLAN)
+        timings = measure(steps, conditions.device, TINY_PLAN if conditions.tiny else plan)
         for name, samples in timings.milliseconds.items():
             lines[name]["milliseconds"][how] = asdict(Quartiles.of(samples))
         for name, message in timings.errors.items():

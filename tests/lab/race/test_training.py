@@ -80,6 +80,36 @@ def test_muon_has_the_hidden_layers_and_adamw_the_others():
     assert owned == set(model.parameters()) - {model[1].weight, model[3].weight}
 
 
+@pytest.mark.parametrize("name", ["C-Muon", "Newton-Muon"])
+def test_muon_and_adamw_are_corrected_jointly(name):
+    data = MLP.load(None, 0)
+    run = Run(MLP, CONTESTANTS[name], starts(name), data, 0, 8, False)
+    correction = run.optimizers._beside
+    given = {}
+    run.optimizers.parts[1].register_step_pre_hook(
+        lambda *_: given.update({name: p.grad.clone() for name, p in run.model.named_parameters()})
+    )
+    run.model.zero_grad()
+    run._loss(run.model, run._batch(0)).backward()
+    inputs, plain = data.train_inputs[run._batch(0)], run.model[0].weight.grad.clone()
+    assert len(correction.optimizers) == 2
+    run.optimizers.step()
+    gradient = given["0.weight"]
+    assert not torch.allclose(gradient, plain)
+    # The last layer's, which AdamW holds, by hand: outputs, softmax − one-hot, and λ as a part of the mean eigenvalue.
+    model = first_model(MLP, "", 0)
+    with torch.no_grad():
+        hidden = model[:-1](inputs)
+        changes = torch.softmax(model(inputs), 1) - nn.functional.one_hot(data.train_targets[run._batch(0)], 10)
+        rows = torch.cat([hidden, torch.ones(len(hidden), 1)], 1).double()
+        part = 0.2 if name == "Newton-Muon" else 0.1
+        level = part * rows.square().sum() / min(rows.shape)
+        expected = changes.T.double() @ torch.linalg.solve(rows @ rows.T + level * torch.eye(len(rows)), rows)
+    last = len(model) - 1
+    found = torch.cat([given[f"{last}.weight"], given[f"{last}.bias"][:, None]], 1)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+
+
 def test_augmented_images_are_windows_of_padded_ones():
     images = torch.arange(2.0 * 3 * 5 * 5).view(2, 3, 5, 5) + 1
     moved = crop_and_flip(images.repeat(40, 1, 1, 1), torch.Generator().manual_seed(0), padding=2)
@@ -114,6 +144,7 @@ def test_everybody_runs(task):
         points, _ = curve(name, task=task_named(task, tiny=True))
         assert [point.step for point in points] == [0, 4, 8], name
         assert isinstance(points[-1], Point)
+        assert points[-1].metrics["train_loss"] < 1e4, name
 
 
 @pytest.mark.gpu

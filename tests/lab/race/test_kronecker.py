@@ -1,0 +1,68 @@
+"""K-FAC and FOOF against their formulae with whole Kronecker products."""
+
+import pytest
+import torch
+from torch import nn
+
+from consequent_lab.race.kronecker import FOOF, KFAC, KL_BOUND
+
+SAMPLES, LR = 5, 0.1
+
+
+def stepped(kind, layer, inputs, damping, lr=LR):
+    """The change of weight and bias `[outputs, inputs + 1]` by one step, and the gradient before it."""
+    optimizer = kind(layer, lr, damping)
+    layer(inputs).square().flatten(1).sum(1).mean().backward()
+    parameters = [layer.weight, layer.bias]
+    gradient = torch.cat([parameter.grad.reshape(len(parameter), -1) for parameter in parameters], 1)
+    before = torch.cat([parameter.detach().reshape(len(parameter), -1).clone() for parameter in parameters], 1)
+    optimizer.step()
+    after = torch.cat([parameter.detach().reshape(len(parameter), -1) for parameter in parameters], 1)
+    return after - before, gradient
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(3, 2).double(), torch.randn(SAMPLES, 3, dtype=torch.float64)
+
+
+def moments(layer, inputs):
+    """Second moments of the inputs with a one appended, and of each sample's own gradient of the outputs."""
+    rows = torch.cat([inputs, torch.ones(SAMPLES, 1)], 1)
+    gradients = 2 * layer(inputs).detach()
+    return rows.T @ rows / SAMPLES, gradients.T @ gradients / SAMPLES
+
+
+NESTEROV = 1.9  # the first step of momentum 0.9
+
+
+def test_foof_is_its_formula():
+    layer, inputs = linear()
+    a, _ = moments(layer, inputs)
+    change, gradient = stepped(FOOF, layer, inputs, 0.3)
+    expected = gradient @ torch.linalg.inv(a + 0.3 * torch.eye(4))
+    torch.testing.assert_close(change, -LR * NESTEROV * expected)
+
+
+@pytest.mark.parametrize("lr", [1e-6, 10.0])
+def test_kfac_is_the_inverse_of_a_kronecker_product(lr):
+    layer, inputs = linear()
+    a, g = moments(layer, inputs)
+    change, gradient = stepped(KFAC, layer, inputs, 0.01, lr)
+    ratio = (a.diagonal().mean() / g.diagonal().mean()).sqrt()
+    fisher = torch.kron(g + 0.1 / ratio * torch.eye(2), a + 0.1 * ratio * torch.eye(4))
+    natural = torch.linalg.solve(fisher, gradient.flatten())
+    length = lr**2 * natural @ gradient.flatten()
+    assert (length > KL_BOUND) == (lr > 1)
+    factor = (KL_BOUND / length).sqrt() if lr > 1 else 1.0
+    torch.testing.assert_close(change.flatten(), -lr * NESTEROV * factor * natural)
+
+
+@pytest.mark.parametrize("kind", [FOOF, KFAC])
+def test_a_convolution_of_one_pixel_is_a_dense_layer(kind):
+    layer, inputs = linear()
+    convolution = nn.Conv2d(3, 2, 1).double()
+    convolution.load_state_dict({"weight": layer.weight[:, :, None, None], "bias": layer.bias})
+    change, _ = stepped(kind, layer, inputs, 0.01)
+    same, _ = stepped(kind, convolution, inputs[:, :, None, None], 0.01)
+    torch.testing.assert_close(change, same)
