@@ -33,6 +33,7 @@ def commands() -> dict[str, Callable[..., Command]]:
     from consequent_lab.report_command import Report
     from consequent_lab.reproduce_command import Reproduce
     from consequent_lab.train_command import Train
+    from consequent_lab.watch_command import Watch
 
     return {
         "demo": Demo,
@@ -40,6 +41,7 @@ def commands() -> dict[str, Callable[..., Command]]:
         "bench": Bench,
         "data": Data,
         "train": Train,
+        "watch": Watch,
         "compare": Compare,
         "reproduce": Reproduce,
         "collect": Collect,

@@ -84,7 +84,7 @@ def seen_runs(paths: Sequence[Path]) -> list[SeenRun]:
             found = list(_in_file(path))
         else:
             configs = sorted(path.rglob("config.json")) if path.is_dir() else []
-            found = [_in_folder(config.parent) for config in configs]
+            found = [run_in_folder(config.parent) for config in configs]
         if not found:
             raise ValueError(
                 f"{path} has no runs: name a run's folder (with config.json), a folder of such, or a file of "
@@ -94,7 +94,8 @@ def seen_runs(paths: Sequence[Path]) -> list[SeenRun]:
     return runs
 
 
-def _in_folder(path: Path) -> SeenRun:
+def run_in_folder(path: Path) -> SeenRun:
+    """Returns the run of a folder, as far as it got."""
     folder = RunFolder(path)
     outcome, lines = folder.outcome(), folder.metrics()
     recipe, variant = path.parent.parent.name, path.parent.name
