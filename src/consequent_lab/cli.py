@@ -28,7 +28,6 @@ def commands() -> dict[str, Callable[..., Command]]:
     from consequent_lab.compare_command import Compare
     from consequent_lab.data_command import Data
     from consequent_lab.demo import Demo
-    from consequent_lab.faults_command import Faults
     from consequent_lab.race_command import Race
     from consequent_lab.report_command import Report
     from consequent_lab.reproduce_command import Reproduce
@@ -46,7 +45,6 @@ def commands() -> dict[str, Callable[..., Command]]:
         "reproduce": Reproduce,
         "collect": Collect,
         "report": Report,
-        "faults": Faults,
     }
 
 

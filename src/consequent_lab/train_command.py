@@ -98,13 +98,12 @@ class Train(TrainConfig):
                     )
                 config = self._searched(config, screen, device)
             variant = self.name or variant_of(config)
-            folders = []
-            for seed in self.seeds or (config.seed,):
+            seeds = self.seeds or (config.seed,)
+            for seed in seeds:
                 folder = self._folder("train", variant, seed, crew)
                 self._train(replace(config, seed=seed), folder, screen, device, crew)
-                folders.append(folder)
-            if crew is None or crew.is_first:
-                _report(folders, screen)
+        if crew is None or crew.is_first:  # the ranks have parted: this reads for itself
+            _report([self._folder("train", variant, seed) for seed in seeds], screen)
 
     def _folder(self, recipe: str, variant: str, seed: int, crew: "Crew | None" = None) -> "RunFolder":
         from consequent_lab.crew import CrewFolder

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 from consequent_lab.cli import main
-from consequent_lab.faults.comparison import differences
-from consequent_lab.faults.trial import Trial, require
-from consequent_lab.faults.two_ranks import SIZE, TwoRanks
 from consequent_lab.runs import DamagedFileError, RunFolder
+from faults.comparison import differences
+from faults.trial import Trial, require
+from faults.two_ranks import SIZE, TwoRanks
 
 LIMIT = 120  # seconds that a run may take
 PATIENCE = 20  # seconds in which the other rank must end, long before the crew's timeout

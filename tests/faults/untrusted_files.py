@@ -1,4 +1,4 @@
-"""Files from strangers: nothing in them is executed, and nothing is written outside of where it belongs."""
+"""Files that nobody vouches for: nothing in them is executed, and nothing is written outside of where it belongs."""
 
 import io
 import os
@@ -6,9 +6,9 @@ import pickle
 import tarfile
 from pathlib import Path
 
-from consequent_lab.faults.trial import Trial, require
 from consequent_lab.paper.findings import Axis, Figure, Finding, Panel, Series, Statement
 from consequent_lab.runs import RunFolder, checkpoint_seal
+from faults.trial import Trial, require
 
 
 class _Touch:
@@ -21,7 +21,7 @@ class _Touch:
         return os.mkdir, (str(self.path),)
 
 
-def strangers(folder: Path) -> list[Trial]:
+def untrusted_files(folder: Path) -> list[Trial]:
     """Tries each kind of file once."""
     return [_pickled_checkpoint(folder / "pickle"), _archives(folder / "archives"), _names_with_markup(folder / "page")]
 
