@@ -15,8 +15,8 @@ from consequent_lab.datasets import Dataset, load
 from consequent_lab.learner import Learner
 from consequent_lab.paper.archive import Archive
 from consequent_lab.paper.recipes import Job, Race, Recipe, Step
-from consequent_lab.readings import evaluate
 from consequent_lab.train_config import TrainConfig
+from consequent_lab.training_metrics import evaluate
 
 TIMED_SECONDS = 0.3  # of training, for every kind of run
 TIMED_STEPS = 20  # at most

@@ -23,14 +23,14 @@ from consequent.maths.bound import DEFAULT as BOUND
 from consequent.reports.counters import Counters
 from consequent.reports.errors import StandstillError
 from consequent_lab.augmentation import moved_and_mirrored
-from consequent_lab.crew import Crew
 from consequent_lab.datasets import Dataset, prepared
 from consequent_lab.graphs import GraphedStep
 from consequent_lab.models import mlp, residual_net
 from consequent_lab.own_code import own_model
-from consequent_lab.readings import GradientNorms, Samples, Tally, loss_of
+from consequent_lab.rank_group import RankGroup
 from consequent_lab.schedules import rate_factor
 from consequent_lab.train_config import TrainConfig, is_own
+from consequent_lab.training_metrics import GradientNorms, Samples, Tally, loss_of
 
 REHEARSED_STEPS = 2  # the correction looks at its layers in the first one, and may take its fast ways in the second
 
@@ -44,12 +44,14 @@ class Learner:
         config: what is asked for.
         dataset: as it was read.
         device: where everything is to live.
-        crew: the ranks that share the run out among themselves.
+        ranks: the ranks that share the run out among themselves.
     """
 
-    def __init__(self, config: TrainConfig, dataset: Dataset, device: torch.device, crew: Crew | None = None) -> None:
-        if crew is not None:
-            crew.check_batch_size(config.batch_size)
+    def __init__(
+        self, config: TrainConfig, dataset: Dataset, device: torch.device, ranks: RankGroup | None = None
+    ) -> None:
+        if ranks is not None:
+            ranks.check_batch_size(config.batch_size)
             if config.graph:
                 raise ValueError("graph: the step of several ranks cannot be a CUDA graph; leave it to the default")
         if config.graph and device.type != "cuda":
@@ -73,7 +75,7 @@ class Learner:
         self.config = config
         self._shape = shape
         self.device = device
-        self._crew = crew
+        self._ranks = ranks
         flat = not config.is_convolutional
         data = prepared(dataset, config.normalisation, device, flat=flat)
         self._channels_last = channels_last = config.is_convolutional and config.channels_last
@@ -84,12 +86,12 @@ class Learner:
         self.model = _first_model(config, dataset).to(device)
         if channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._trained = self.model if crew is None else crew.wrap(self.model, device)
-        self._wants_graph = device.type == "cuda" and config.graph is not False and crew is None and not changing
+        self._trained = self.model if ranks is None else ranks.wrap(self.model, device)
+        self._wants_graph = device.type == "cuda" and config.graph is not False and ranks is None and not changing
         self.optimizer = build_optimizer(config, self.model, capturable=self._wants_graph)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self.correction: Consequentialism | None = None
-        self.tally = Tally(device, None if crew is None else crew.add_up)
+        self.tally = Tally(device, None if ranks is None else ranks.add_up)
         self.norms = GradientNorms(self.model, keep_plain=config.gradient_norms == "both")
         self._graphed: GraphedStep | None = None
 
@@ -120,8 +122,8 @@ class Learner:
 
     def share_buffers(self) -> None:
         """Gives all ranks the same running statistics, as they have the same weights."""
-        if self._crew is not None:
-            self._crew.share_buffers(self.model)
+        if self._ranks is not None:
+            self._ranks.share_buffers(self.model)
 
     def counters(self) -> dict[str, int]:
         """Returns what the correction counted; waits for the device."""
@@ -258,7 +260,7 @@ class Learner:
 
     def _batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Returns this rank's inputs and targets of a mini-batch."""
-        share = (lambda tensor: tensor) if self._crew is None else self._crew.share
+        share = (lambda tensor: tensor) if self._ranks is None else self._ranks.share
         if not self._augments:
             return self.train_samples.take(share(indices))
         inputs, targets = self.train_samples.take(indices)  # all of them: random numbers are drawn for the mini-batch

@@ -11,7 +11,7 @@ from consequent_lab.train_config import TrainConfig, is_own
 if TYPE_CHECKING:  # The command line reads this file for its options; torch is imported when needed.
     from rich.console import Console
 
-    from consequent_lab.crew import Crew
+    from consequent_lab.rank_group import RankGroup
     from consequent_lab.runs import RunFolder
 
 HELD_OUT = 0.1  # of the training set, in a search
@@ -85,14 +85,14 @@ class Train(TrainConfig):
 
     def run(self) -> None:
         """Searches and trains, and raises if a run diverged."""
-        from consequent_lab.crew import joined
+        from consequent_lab.rank_group import joined
         from consequent_lab.screen import console
 
         screen = console()
-        with joined(chosen_device(self.device)) as (crew, device):
+        with joined(chosen_device(self.device)) as (ranks, device):
             config = self.config()
             if self.search_lr or self.search_damping:
-                if crew is not None:
+                if ranks is not None:
                     raise ValueError(
                         "--search-lr and --search-damping are for one process: search first, without torchrun"
                     )
@@ -100,32 +100,32 @@ class Train(TrainConfig):
             variant = self.name or variant_of(config)
             seeds = self.seeds or (config.seed,)
             for seed in seeds:
-                folder = self._folder("train", variant, seed, crew)
-                self._train(replace(config, seed=seed), folder, screen, device, crew)
-        if crew is None or crew.is_first:  # the ranks have parted: this reads for itself
+                folder = self._folder("train", variant, seed, ranks)
+                self._train(replace(config, seed=seed), folder, screen, device, ranks)
+        if ranks is None or ranks.is_first:  # the ranks have parted: this reads for itself
             _report([self._folder("train", variant, seed) for seed in seeds], screen)
 
-    def _folder(self, recipe: str, variant: str, seed: int, crew: "Crew | None" = None) -> "RunFolder":
-        from consequent_lab.crew import CrewFolder
+    def _folder(self, recipe: str, variant: str, seed: int, ranks: "RankGroup | None" = None) -> "RunFolder":
+        from consequent_lab.rank_group import RankGroupFolder
         from consequent_lab.runs import RunFolder
 
         folder = RunFolder.of(self.runs, recipe, variant, seed)
-        return folder if crew is None else CrewFolder(folder.path, crew)
+        return folder if ranks is None else RankGroupFolder(folder.path, ranks)
 
     def _train(
-        self, config: TrainConfig, folder: "RunFolder", screen: "Console", device: str, crew: "Crew | None" = None
+        self, config: TrainConfig, folder: "RunFolder", screen: "Console", device: str, ranks: "RankGroup | None" = None
     ) -> None:
         from consequent_lab.progress import ProgressBoard
         from consequent_lab.trainer import train
 
         data = None if self.data is None or is_own(self.data) else Path(self.data)
-        if crew is not None and not crew.is_first:
-            train(config, folder, device, data=data, crew=crew)
+        if ranks is not None and not ranks.is_first:
+            train(config, folder, device, data=data, ranks=ranks)
             return
         with ProgressBoard(screen) as board:
             watcher = board.run(_title(config))
             try:
-                train(config, folder, device, data=data, watcher=watcher, crew=crew)
+                train(config, folder, device, data=data, watcher=watcher, ranks=ranks)
             except KeyboardInterrupt:
                 if (folder.path / "checkpoint.pt").exists():
                     text = f"{folder.path} has a checkpoint: the same command goes on from it."

@@ -32,15 +32,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from consequent_lab.crew import Crew
 from consequent_lab.datasets import Dataset, held_out, load
 from consequent_lab.learner import Learner, permutation
 from consequent_lab.own_code import own_data
-from consequent_lab.readings import evaluate
+from consequent_lab.rank_group import RankGroup
 from consequent_lab.rounding import tf32
 from consequent_lab.runs import RunFolder, environment
 from consequent_lab.schedules import rate_factor
 from consequent_lab.train_config import TrainConfig, is_own
+from consequent_lab.training_metrics import evaluate
 
 __all__ = ["TrainConfig", "Unwatched", "Watcher", "train"]
 
@@ -86,7 +86,7 @@ def train(
     *,
     data: Path | None = None,
     watcher: Watcher | None = None,
-    crew: Crew | None = None,
+    ranks: RankGroup | None = None,
 ) -> None:
     """Trains the run, or what is left of it; a finished one is left alone.
 
@@ -96,7 +96,7 @@ def train(
         device: where to train. A run that was killed goes on bit for bit on the CPU with as many threads as before.
         data: the folder of the data sets.
         watcher: is told how it gets on.
-        crew: the ranks that train it together; each of them calls this, with a folder that is the crew's.
+        ranks: the ranks that train it together; each of them calls this, with a folder that is theirs.
 
     Raises:
         ValueError: if the folder holds another run or a damaged file, or the config does not fit the data.
@@ -114,7 +114,7 @@ def train(
             dataset = held_out(dataset, config.validation)
         place = torch.device(device)
         with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
-            _Training(config, folder, place, dataset, state, watcher, crew).run()
+            _Training(config, folder, place, dataset, state, watcher, ranks).run()
 
 
 class _Training:
@@ -128,7 +128,7 @@ class _Training:
         dataset: Dataset,
         state: dict[str, Any] | None,
         watcher: Watcher,
-        crew: Crew | None,
+        ranks: RankGroup | None,
     ) -> None:
         samples = len(dataset.train_labels)
         if samples < config.batch_size:
@@ -137,7 +137,7 @@ class _Training:
         self._folder = folder
         self._device = device
         self._watcher = watcher
-        self._crew = crew
+        self._ranks = ranks
         self._has_classes = dataset.classes is not None
         self._per_epoch = samples // config.batch_size
         self._total = config.total_iterations(self._per_epoch)
@@ -150,7 +150,7 @@ class _Training:
         self._interruption = _Interruption()
         self._order: tuple[int, Tensor] | None = None  # an epoch and its order of samples
         self._remembered: Tensor | None = None  # what of the training set was correct at the last evaluation
-        self._learner = Learner(config, dataset, device, crew)
+        self._learner = Learner(config, dataset, device, ranks)
         if state is not None:
             self._take_over(state)
         self._learner.settle(None if state is None else state["learner"])
@@ -159,7 +159,7 @@ class _Training:
 
     def run(self) -> None:
         """Trains to the end, or to an interruption."""
-        with self._interruption.awaited(self._crew is None):
+        with self._interruption.awaited(self._ranks is None):
             self._run()
 
     def _run(self) -> None:
@@ -198,7 +198,7 @@ class _Training:
 
     def _told(self, decision: bool) -> bool:
         """Returns the first rank's decision: clocks differ."""
-        return decision if self._crew is None else self._crew.told(decision)
+        return decision if self._ranks is None else self._ranks.told(decision)
 
     def _next_stop(self) -> int:
         intervals = (self._config.log_every, self._evaluation_interval, self._config.checkpoint_every)
@@ -217,7 +217,7 @@ class _Training:
                 learner.tally.end_epoch()
             self._iteration += 1
             self._watcher.advanced(self._iteration)
-            if self._crew is None and (self._interruption.came or self._is_late):
+            if self._ranks is None and (self._interruption.came or self._is_late):
                 break
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

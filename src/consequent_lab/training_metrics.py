@@ -70,7 +70,7 @@ def is_correct(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class BatchReadings:
+class BatchTotals:
     """Loss and correct answers over mini-batches, each taken before the step that learns from it."""
 
     loss: float
@@ -105,10 +105,10 @@ class Tally:
         """The last mini-batch was the last of an epoch."""
         self.values[2].copy_(self.values[1])
 
-    def read(self) -> tuple[BatchReadings, BatchReadings, BatchReadings]:
+    def read(self) -> tuple[BatchTotals, BatchTotals, BatchTotals]:
         """Returns the last mini-batch, and sums over this epoch and over the last complete one."""
         last, epoch, complete = self.values.tolist()
-        return BatchReadings(*last), BatchReadings(*epoch), BatchReadings(*complete)
+        return BatchTotals(*last), BatchTotals(*epoch), BatchTotals(*complete)
 
 
 class GradientNorms:
