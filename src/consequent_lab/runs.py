@@ -28,6 +28,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
+from filelock import FileLock, Timeout
+
 from consequent_lab.records import plain_numbers, provenance, write_atomically
 
 if TYPE_CHECKING:
@@ -365,17 +367,15 @@ def _commit(folder: Path) -> str | None:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds a lock that the system takes back when the process ends, however it ends."""
+    lock = FileLock(path, timeout=0)
     try:
-        import fcntl
-    except ImportError:  # not on Windows
+        lock.acquire()
+    except Timeout as error:
+        raise BlockingIOError(f"{path.parent} is being written to by another process") from error
+    try:
         yield
-        return
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BlockingIOError(f"{path.parent} is being written to by another process") from error
-        yield
+    finally:
+        lock.release()
 
 
 def checkpoint_seal(payload: "bytes | memoryview") -> bytes:
