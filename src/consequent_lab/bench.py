@@ -23,23 +23,19 @@ class Bench:
     """Measure the cost of a consequentialist step beside the plain one.
 
     speed: training steps of real networks against the targets. scaling: how the cost grows with batch, width, channels,
-    image and depth. precision: the error of the update when Gram matrices are computed in float32, TF32 or bfloat16.
+    image and depth.
     """
 
-    study: tyro.conf.Positional[Literal["speed", "scaling", "precision"]] = "speed"
+    study: tyro.conf.Positional[Literal["speed", "scaling"]] = "speed"
     """What to measure."""
     device: Device = "auto"
     """Where; auto takes a GPU if there is one."""
     output: Path | None = None
-    """The JSON file (default: bench.json, bench-scaling.json, bench-precision.json); pictures go beside it."""
+    """The JSON file (default: bench.json, bench-scaling.json); pictures go beside it."""
     only: tuple[str, ...] = ()
     """Names of the measurements to take, as in the JSON file (default: all)."""
     repeats: int | None = None
     """Samples of every contestant (default: 50 on a GPU, 60 on a CPU, fewer where time runs out)."""
-    iterations: int | None = None
-    """precision: training steps (default: 1000 on a GPU, 50 on a CPU)."""
-    data: Path | None = None
-    """precision: folder with the binary batches of CIFAR-10 (default: scikit-learn's digits)."""
     draw: Path | None = None
     """scaling: draw the picture of this JSON file beside it, and measure nothing."""
     tables: tuple[Path, ...] = ()
@@ -48,16 +44,15 @@ class Bench:
     """Tiny networks that only show that everything works; on the CPU unless a device is named."""
 
     def __post_init__(self) -> None:
-        for name in ("repeats", "iterations"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name} must be at least 1, got {value}")
+        if self.repeats is not None and self.repeats < 1:
+            raise ValueError(f"--repeats must be at least 1, got {self.repeats}")
         if self.output is not None and self.output.suffix != ".json":
             raise ValueError(f"--output must end in .json, got {self.output}")
 
     def run(self) -> None:
         """Measures, shows the result and writes it."""
         from consequent_lab.screen import console
+        from consequent_lab.train_command import chosen_device
 
         start = time.perf_counter()
         if self.draw is not None:
@@ -68,10 +63,10 @@ class Bench:
             return
         path = self.output or Path("bench.json" if self.study == "speed" else f"bench-{self.study}.json")
         path.parent.mkdir(parents=True, exist_ok=True)  # Better fail now than after the measurement.
-        device = _choose(self.device, quick=self.quick)
+        device = "cpu" if self.quick and self.device == "auto" else chosen_device(self.device)
         screen = console()
-        screen.print(f"{self.study.capitalize()} on {_name(device)}{', quick' if self.quick else ''}")
-        study = {"speed": self._speed, "scaling": self._scaling, "precision": self._precision}[self.study]
+        screen.print(f"{self.study.capitalize()} on {device_name(device)}{', quick' if self.quick else ''}")
+        study = {"speed": self._speed, "scaling": self._scaling}[self.study]
         study(screen, path, device)
         screen.print(f"Time: {time.perf_counter() - start:.0f} s")
 
@@ -135,26 +130,6 @@ class Bench:
         else:
             screen.print(f"No matplotlib here: draw the picture elsewhere, with consequent bench --draw {path.name}")
 
-    def _precision(self, screen: "Console", path: Path, device: str) -> None:
-        from consequent_lab.bench_display import precision_table
-        from consequent_lab.images import load_images
-        from consequent_lab.precision import moments, setups
-        from consequent_lab.records import write_json
-
-        images = load_images(self.data)
-        iterations = self.iterations or (20 if self.quick else 1000 if device == "cuda" else 50)
-        chosen = self._chosen({setup.name: setup for setup in setups(quick=self.quick)})
-        record = self._record(device) | {"data": images.name, "iterations": iterations}
-        found = []
-        for setup in chosen:
-            for moment in moments(setup, images, device, iterations):
-                found.append(moment)
-                record["moments"] = [moment.record() for moment in found]
-                write_json(path, record)
-                screen.print(f"{setup.name}: iteration {moment.iteration}, loss {moment.loss:.3g}")
-        screen.print(precision_table(found))
-        screen.print(f"Data: {images.name}   Numbers: {path}")
-
     def _plan(self, device: str) -> "Plan":
         from consequent_lab.timing import Plan
 
@@ -173,16 +148,20 @@ class Bench:
         return [measurement for name, measurement in measurements.items() if not self.only or name in self.only]
 
     def _record(self, device: str) -> dict[str, Any]:
-        """Returns what every JSON file begins with."""
-        import torch
+        return new_record(self.study, device, quick=self.quick)
 
-        from consequent_lab.records import provenance
 
-        record = provenance(workers=1)
-        triton = version("triton") if find_spec("triton") else None
-        record["versions"] |= {"triton": triton, "cuda": torch.version.cuda}
-        record["device"] = {"type": device, "name": _name(device), "threads": torch.get_num_threads()}
-        return {"study": self.study, "quick": self.quick, **record}
+def new_record(study: str, device: str, *, quick: bool) -> dict[str, Any]:
+    """Returns what every JSON file of measurements begins with."""
+    import torch
+
+    from consequent_lab.records import provenance
+
+    record = provenance(workers=1)
+    triton = version("triton") if find_spec("triton") else None
+    record["versions"] |= {"triton": triton, "cuda": torch.version.cuda}
+    record["device"] = {"type": device, "name": device_name(device), "threads": torch.get_num_threads()}
+    return {"study": study, "quick": quick, **record}
 
 
 def _draw_again(path: Path) -> None:
@@ -218,17 +197,8 @@ def _print_tables(paths: tuple[Path, ...]) -> None:
             print("\n".join(lines), end="\n\n")
 
 
-def _choose(device: Device, *, quick: bool) -> str:
-    import torch
-
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: PyTorch finds no CUDA device here")
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() and not quick else "cpu"
-
-
-def _name(device: str) -> str:
+def device_name(device: str) -> str:
+    """Returns what measurements were taken on, in words."""
     import torch
 
     from consequent_lab.records import cores

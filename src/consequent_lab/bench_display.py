@@ -1,14 +1,12 @@
 """The tables of `consequent bench`."""
 
 from math import isfinite
-from statistics import median
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from consequent_lab.first_step import FirstStep
 from consequent_lab.numbers import three_digits
-from consequent_lab.precision import Moment
 from consequent_lab.scaling import QUANTITIES, Curve
 from consequent_lab.speed import Played, Row
 
@@ -73,33 +71,6 @@ def scaling_table(curves: list[Curve]) -> Table:
         what = f"[bold]{curve.sweep.axis}[/] ({curve.sweep.title})"
         table.add_row(what, largest, *numbers, curve.sweep.prediction, end_section=True)
     return table
-
-
-def precision_table(moments: list[Moment]) -> Table:
-    """Returns the table of the updates' relative errors, by format of the Gram matrix."""
-    table = Table(
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        caption="relative error of the update against float64, by the format of the Gram matrix: median and largest\n"
-        "over the layers, and how many factorisations failed; solves are in float32",
-    )
-    table.add_column("network, iteration", ratio=1)
-    table.add_column("loss", justify="right")
-    for name in moments[0].formats:
-        table.add_column(name, justify="right")
-    for place, moment in enumerate(moments):
-        if place == 0 or moments[place - 1].setup is not moment.setup:
-            table.add_row(f"[bold]{moment.setup.title}, λ = {moment.setup.damping:g}[/]")
-        cells = [_errors(moment, name) for name in moment.formats]
-        table.add_row(f"  iteration {moment.iteration:,}", f"{moment.loss:.2g}", *cells)
-    return table
-
-
-def _errors(moment: Moment, name: str) -> str:
-    found = moment.errors(name)
-    failed = moment.failures(name)
-    text = f"{median(found):.0e} … {found[-1]:.0e}" if found else ""
-    return f"{text}\n[red]{failed} of {len(moment.layers)} failed[/]" if failed else text
 
 
 def _numbers(row: Row) -> tuple[str, str, str]:

@@ -5,6 +5,7 @@ so that `consequent --help` answers at once.
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -24,13 +25,14 @@ def commands() -> dict[str, Callable[..., Command]]:
     """Returns the commands by name."""
     from consequent_lab.bench import Bench
     from consequent_lab.collect_command import Collect
+    from consequent_lab.compare_command import Compare
     from consequent_lab.data_command import Data
     from consequent_lab.demo import Demo
-    from consequent_lab.faults_command import Faults
     from consequent_lab.race_command import Race
     from consequent_lab.report_command import Report
     from consequent_lab.reproduce_command import Reproduce
     from consequent_lab.train_command import Train
+    from consequent_lab.watch_command import Watch
 
     return {
         "demo": Demo,
@@ -38,10 +40,11 @@ def commands() -> dict[str, Callable[..., Command]]:
         "bench": Bench,
         "data": Data,
         "train": Train,
+        "watch": Watch,
+        "compare": Compare,
         "reproduce": Reproduce,
         "collect": Collect,
         "report": Report,
-        "faults": Faults,
     }
 
 
@@ -63,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             commands(),
             prog="consequent",
             description="Consequentialist optimisers: experiments and measurements.",
-            args=arguments,
+            args=[_as_spelt_here(argument) for argument in (sys.argv[1:] if arguments is None else arguments)],
         )
         command.run()
     except ModuleNotFoundError as error:
@@ -85,6 +88,15 @@ def _say_version() -> int:
 
     print(f"consequent {consequent.__version__} (torch {torch.__version__}, Python {sys.version.split()[0]})")
     return 0
+
+
+def _as_spelt_here(argument: str) -> str:
+    """Returns an option as it is spelt here: both spellings of optimiser are understood.
+
+    >>> _as_spelt_here("--optimizer=adam"), _as_spelt_here("optimizer.csv")
+    ('--optimiser=adam', 'optimizer.csv')
+    """
+    return re.sub(r"^--([\w-]*)optimizer", r"--\1optimiser", argument)
 
 
 def _say_what_is_missing(packages: list[str]) -> int:

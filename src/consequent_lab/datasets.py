@@ -26,14 +26,17 @@ NORMALISATIONS = ("unit", "centred", "symmetric", "features")
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images as `[N, channels, height, width]` in bytes, and their classes from 0 on."""
+    """Images as `[N, channels, height, width]` in bytes, and their classes from 0 on.
+
+    A user's own data may have other inputs, and targets that are numbers: then there are no classes.
+    """
 
     name: str
     train_images: Tensor
     train_labels: Tensor
     test_images: Tensor
     test_labels: Tensor
-    classes: int
+    classes: int | None
 
 
 @dataclass(frozen=True)
@@ -326,6 +329,27 @@ def _check_balance(layout: Layout, paths: list[Path], labels: Tensor, count: int
         )
 
 
+def held_out(dataset: Dataset, fraction: float) -> Dataset:
+    """Returns a part of the training set as another training set, and the rest of it in place of the test set.
+
+    The same samples are held out every time, whatever the seed of a run.
+
+    Args:
+        dataset: what to split.
+        fraction: of the training set that is held out; at least one sample is.
+
+    >>> split = held_out(load("digits"), 0.1)
+    >>> len(split.train_labels), len(split.test_labels)
+    (1296, 144)
+    """
+    samples = len(dataset.train_labels)
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(0))
+    out = max(1, round(fraction * samples))
+    kept, rest = order[out:], order[:out]
+    images, labels = dataset.train_images, dataset.train_labels
+    return Dataset(dataset.name, images[kept], labels[kept], images[rest], labels[rest], dataset.classes)
+
+
 # ---- inputs of a network -----------------------------------------------------------------------------------------
 
 
@@ -335,18 +359,23 @@ def prepared(dataset: Dataset, normalisation: str, device: torch.device | str, f
     Args:
         dataset: what to prepare.
         normalisation: "unit" (values in [0, 1]), "centred" ([-½, ½]), "symmetric" ([-1, 1]) or "features" (every
-            feature has mean 0 and variance 1 over the training set; one that is constant there becomes 0).
+            feature has mean 0 and variance 1 over the training set; one that is constant there becomes 0). Inputs
+            that are not bytes are taken as they are.
         device: where it is to lie.
         flat: whether an image is one row of features (for dense layers).
 
     Raises:
         ValueError: if there is no such normalisation.
     """
-    shift, scale = _normaliser(dataset.train_images, normalisation)
-    shift, scale = shift.float().to(device), scale.float().to(device)
+    is_bytes = dataset.train_images.dtype == torch.uint8
+    if is_bytes:
+        shift, scale = _normaliser(dataset.train_images, normalisation)
+        shift, scale = shift.float().to(device), scale.float().to(device)
 
     def inputs(images: Tensor) -> Tensor:
-        values = images.to(device).float().sub_(shift).mul_(scale)  # bytes travel, floats are made there
+        values = images.to(device)
+        if is_bytes:
+            values = values.float().sub_(shift).mul_(scale)  # bytes travel, floats are made there
         return values.flatten(1) if flat else values
 
     return Prepared(

@@ -76,11 +76,8 @@ class RunLine:
 
     def read(self, line: dict[str, Any]) -> None:
         """A line of metrics was written; it is shown with the next refresh."""
-        kind = "running" if "running_loss" in line else "train"
-        if f"{kind}_loss" in line:
-            self._training = f"loss {line[f'{kind}_loss']:.3g}, accuracy {100 * line[f'{kind}_accuracy']:.2f} %"
-        if "test_accuracy" in line:
-            self._test = f"test {100 * line['test_accuracy']:.2f} %"
+        self._training = _shown(line, "running", "train") or self._training
+        self._test = _shown(line, "test", "validation") or self._test
 
     def ended(self, outcome: dict[str, Any], *, skipped: bool) -> None:
         """The run is done, or was done before."""
@@ -110,6 +107,17 @@ class RunLine:
             self._bars.update(self._task, completed=iteration, total=total or self._total, text=text)
         else:
             self._screen.print(f"{self._name}: {text}", markup=False, soft_wrap=True)
+
+
+def _shown(line: dict[str, Any], *kinds: str) -> str:
+    """Returns the readings of the first of these kinds that a line has."""
+    kind = next((kind for kind in kinds if f"{kind}_loss" in line or f"{kind}_accuracy" in line), None)
+    if kind is None:
+        return ""
+    loss, accuracy = line.get(f"{kind}_loss"), line.get(f"{kind}_accuracy")
+    if kind in ("test", "validation"):
+        return f"{kind} {100 * accuracy:.2f} %" if accuracy is not None else f"{kind} loss {loss:.3g}"
+    return f"loss {loss:.3g}" + (f", accuracy {100 * accuracy:.2f} %" if accuracy is not None else "")
 
 
 def _joined(*parts: str) -> str:

@@ -17,15 +17,17 @@ DIGITS = 6  # of a measured number
 def provenance(workers: int) -> dict[str, Any]:
     """Returns what a reader needs to judge and repeat a measurement."""
     return {
-        "command": shlex.join([_program(), *sys.argv[1:]]),
+        "command": shlex.join([*_program(), *sys.argv[1:]]),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in ("consequent", "torch")}},
         "machine": {"system": platform.system(), "processor": platform.machine(), "cores": cores(), "workers": workers},
     }
 
 
-def _program() -> str:
-    name = Path(sys.argv[0]).name
-    return "consequent" if name == "cli.py" else name  # python -m consequent_lab.cli
+def _program() -> list[str]:
+    path = Path(sys.argv[0])
+    if path.name == "__main__.py":
+        return ["python", "-m", path.parent.name]
+    return ["consequent" if path.name == "cli.py" else path.name]  # python -m consequent_lab.cli
 
 
 def cores() -> int:

@@ -94,6 +94,7 @@ class Reproduce:
         failures: dict[str, str] = {}
         if missing:
             self._check_data({job.config.dataset for job in missing})
+            self._say_how_long(screen, recipes, archive, device, workers)
             if workers > 1:
                 start_importing("consequent_lab.trainer")
             with ProgressBoard(screen) as board:
@@ -109,6 +110,20 @@ class Reproduce:
         if failures:
             listed = "\n".join(f"  {name}: {text}" for name, text in failures.items())
             raise ValueError(f"{len(failures)} run(s) failed:\n{listed}")
+
+    def _say_how_long(
+        self, screen: "Console", recipes: "list[Recipe]", archive: "Archive", device: str, workers: int
+    ) -> None:
+        from consequent_lab.forecast import expected_jobs, forecast, measured_cost
+        from consequent_lab.progress import shown_seconds
+
+        jobs = expected_jobs(recipes, archive, self.steps)
+        seconds = forecast(jobs, workers, measured_cost(device, self.data))
+        beside = f", {workers} at a time" if workers > 1 else ""
+        text = f"{len(jobs)} runs{beside}: about {shown_seconds(seconds)} here, by a short timing"
+        if any(job.recipe.endswith("-search") for job in jobs):
+            text += "; a search may need some more"
+        screen.print(f"{text}.", markup=False, soft_wrap=True)
 
     def _names(self) -> list[str]:
         from consequent_lab.paper.experiments import experiments

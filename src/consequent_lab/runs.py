@@ -4,7 +4,8 @@
         config.json        what was asked for
         environment.json   on what it ran: an entry for every time it was started
         metrics.jsonl      a line per reading, only ever appended to
-        checkpoint.pt      everything that a run needs to go on, in one file with its digest
+        checkpoint.pt      everything that a run needs to go on, and a digest behind it; the weights alone are
+                           torch.load("checkpoint.pt", weights_only=True)["state"]["learner"]["model"]
         done.json          how it ended; without it the run is not finished
 
 A checkpoint knows how long the metrics were when it was written, and their digest. A run that goes on from it cuts off
@@ -27,6 +28,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
+from filelock import FileLock, Timeout
+
 from consequent_lab.records import plain_numbers, provenance, write_atomically
 
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 
     Config = TypeVar("Config", bound=DataclassInstance)
 
-CHECKPOINT_HEADER = "consequent checkpoint, sha256 "
+CHECKPOINT_SEAL = b"\nconsequent checkpoint, sha256 "  # and 64 digits; torch.load passes over what follows its archive
 DIGITS = 9  # of numbers in the metrics: enough to tell any two float32 numbers apart
 
 
@@ -187,8 +190,7 @@ class RunFolder:
         buffer = io.BytesIO()
         torch.save({"metrics": self._metrics_so_far(), "state": state}, buffer)
         payload = buffer.getbuffer()
-        header = f"{CHECKPOINT_HEADER}{hashlib.sha256(payload).hexdigest()}\n".encode()
-        self._write("checkpoint.pt", header, payload)
+        self._write("checkpoint.pt", payload, checkpoint_seal(payload))
 
     def resume(self) -> dict[str, Any] | None:
         """Returns the state of the last checkpoint and cuts off the metrics that came after it.
@@ -222,9 +224,10 @@ class RunFolder:
         path = self._path("checkpoint.pt")
         if not path.exists():
             return None
-        header, _, payload = path.read_bytes().partition(b"\n")
-        expected = f"{CHECKPOINT_HEADER}{hashlib.sha256(payload).hexdigest()}".encode()
-        if header != expected:
+        data = memoryview(path.read_bytes())
+        length = len(CHECKPOINT_SEAL) + 64
+        payload, seal = data[:-length], data[-length:]
+        if seal != checkpoint_seal(payload):
             raise DamagedFileError(
                 f"{path} is damaged: its contents do not have the digest that was written with them. "
                 "Remove it to start this run again from the beginning, or bring back a copy."
@@ -364,17 +367,20 @@ def _commit(folder: Path) -> str | None:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds a lock that the system takes back when the process ends, however it ends."""
+    lock = FileLock(path, timeout=0)
     try:
-        import fcntl
-    except ImportError:  # not on Windows
+        lock.acquire()
+    except Timeout as error:
+        raise BlockingIOError(f"{path.parent} is being written to by another process") from error
+    try:
         yield
-        return
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BlockingIOError(f"{path.parent} is being written to by another process") from error
-        yield
+    finally:
+        lock.release()
+
+
+def checkpoint_seal(payload: "bytes | memoryview") -> bytes:
+    """Returns what follows a checkpoint in its file: a digest by which damage is found."""
+    return CHECKPOINT_SEAL + hashlib.sha256(payload).hexdigest().encode()
 
 
 def _sync_folder(path: Path) -> None:

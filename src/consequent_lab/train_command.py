@@ -1,12 +1,24 @@
-"""`consequent train`: any of the models on any of the data sets with any of the optimisers, plain or C-."""
+"""`consequent train`: any model on any data with any of the optimisers, plain or C-."""
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from consequent_lab.train_config import TrainConfig
+from consequent_lab.train_config import TrainConfig, is_own
+
+if TYPE_CHECKING:  # The command line reads this file for its options; torch is imported when needed.
+    from rich.console import Console
+
+    from consequent_lab.rank_group import RankGroup
+    from consequent_lab.runs import RunFolder
+
+HELD_OUT = 0.1  # of the training set, in a search
+
+
+class DivergedError(ValueError):
+    """A run's loss was not finite any more."""
 
 
 @dataclass(frozen=True)
@@ -14,45 +26,170 @@ class Train(TrainConfig):
     """Train a network and keep the run in a folder.
 
     A run that was interrupted, in whatever way, goes on from its last checkpoint when the same command is given again;
-    a finished one is skipped. Under torchrun (torchrun --nproc-per-node 4 -m consequent_lab.cli train …) the ranks
-    share every mini-batch out among themselves, on CPUs or with a GPU each.
+    a finished one is skipped. One that diverged ends the command with a message and exit code 1.
+
+    Your own: --model module:function, called as function(shape, classes) or function(), returns an nn.Module;
+    --dataset module:function returns training inputs, training targets, test inputs and test targets as four tensors,
+    or a training and a test set as two torch.utils.data.Datasets. Whole numbers are classes, floats are learnt by half
+    of the squared error.
+
+    Under torchrun (torchrun --nproc-per-node 4 -m consequent_lab.cli train …) the ranks share every mini-batch out
+    among themselves, on CPUs or with a GPU each.
     """
 
+    seeds: tuple[int, ...] = ()
+    """Several runs that differ by their seeds, one after the other; instead of --seed."""
+    search_lr: tuple[float, ...] = ()
+    """Learning rates to try first, each in a run of its own on nine tenths of the training set; the one with the lowest
+    loss on the last tenth is taken, and the test set is not looked at."""
+    search_damping: tuple[float, ...] = ()
+    """Relative dampings to try in the same way, each with each learning rate."""
     runs: Path = Path("runs")
-    """Where run folders are: this one is RUNS/train/NAME/seedSEED."""
+    """Where run folders are: this one is RUNS/train/NAME/seedSEED, those of a search are in RUNS/train-search."""
     name: str | None = None
     """Of the run (default: made from the options)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes a GPU if there is one."""
-    data: Path | None = None
-    """The folder of the data sets (default: the environment's CONSEQUENT_DATA, else data)."""
+    data: str | None = None
+    """The folder of the data sets (default: the environment's CONSEQUENT_DATA, else data); or your own data as
+    module:function, as in --dataset."""
 
-    def config(self) -> TrainConfig:
-        """Returns what makes the run what it is, wherever it runs."""
-        return TrainConfig(**{option.name: getattr(self, option.name) for option in fields(TrainConfig)})
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.search_damping and not self.consequentialist:
+            raise ValueError("--search-damping is for the C- versions, and --no-consequentialist is a plain one")
+        if self.search_damping and (self.damping is not None or self.relative_damping is not None):
+            raise ValueError("--search-damping finds the relative damping: give no other damping beside it")
+        if self.data is not None and is_own(self.data) and self.dataset != "digits":
+            raise ValueError(
+                f"--data {self.data} and --dataset {self.dataset} are two data sets: leave out one of both"
+            )
+        for value in (*self.search_lr, *self.search_damping):
+            if not 0 < value < float("inf"):
+                raise ValueError(f"--search-lr and --search-damping need positive numbers, got {value}")
+        for seed in self.seeds:
+            self.config(seed)  # raises on a bad one
+
+    def config(self, seed: int | None = None) -> TrainConfig:
+        """Returns what makes a run what it is, wherever it runs.
+
+        Args:
+            seed: instead of the command's own.
+        """
+        options = {option.name: getattr(self, option.name) for option in fields(TrainConfig)}
+        if self.data is not None and is_own(self.data):
+            options["dataset"] = self.data
+        if seed is not None:
+            options["seed"] = seed
+        return TrainConfig(**options)
 
     def run(self) -> None:
-        """Trains."""
-        from consequent_lab.crew import CrewFolder, joined
-        from consequent_lab.progress import ProgressBoard
-        from consequent_lab.runs import RunFolder
+        """Searches and trains, and raises if a run diverged."""
+        from consequent_lab.rank_group import joined
         from consequent_lab.screen import console
+
+        screen = console()
+        with joined(chosen_device(self.device)) as (ranks, device):
+            config = self.config()
+            if self.search_lr or self.search_damping:
+                if ranks is not None:
+                    raise ValueError(
+                        "--search-lr and --search-damping are for one process: search first, without torchrun"
+                    )
+                config = self._searched(config, screen, device)
+            variant = self.name or variant_of(config)
+            seeds = self.seeds or (config.seed,)
+            for seed in seeds:
+                folder = self._folder("train", variant, seed, ranks)
+                self._train(replace(config, seed=seed), folder, screen, device, ranks)
+        if ranks is None or ranks.is_first:  # the ranks have parted: this reads for itself
+            _report([self._folder("train", variant, seed) for seed in seeds], screen)
+
+    def _folder(self, recipe: str, variant: str, seed: int, ranks: "RankGroup | None" = None) -> "RunFolder":
+        from consequent_lab.rank_group import RankGroupFolder
+        from consequent_lab.runs import RunFolder
+
+        folder = RunFolder.of(self.runs, recipe, variant, seed)
+        return folder if ranks is None else RankGroupFolder(folder.path, ranks)
+
+    def _train(
+        self, config: TrainConfig, folder: "RunFolder", screen: "Console", device: str, ranks: "RankGroup | None" = None
+    ) -> None:
+        from consequent_lab.progress import ProgressBoard
         from consequent_lab.trainer import train
 
-        config = self.config()
-        variant = self.name or variant_of(config)
-        folder = RunFolder.of(self.runs, "train", variant, config.seed)
-        screen = console()
-        title = f"{config.optimiser_name}, {config.model}, {config.dataset}, seed {config.seed}"
-        with joined(chosen_device(self.device)) as (crew, device):
-            if crew is not None:
-                folder = CrewFolder(folder.path, crew)
-                if not crew.is_first:
-                    train(config, folder, device, data=self.data, crew=crew)
-                    return
-            with ProgressBoard(screen) as board:
-                train(config, folder, device, data=self.data, watcher=board.run(title), crew=crew)
+        data = None if self.data is None or is_own(self.data) else Path(self.data)
+        if ranks is not None and not ranks.is_first:
+            train(config, folder, device, data=data, ranks=ranks)
+            return
+        with ProgressBoard(screen) as board:
+            watcher = board.run(_title(config))
+            try:
+                train(config, folder, device, data=data, watcher=watcher, ranks=ranks)
+            except KeyboardInterrupt:
+                if (folder.path / "checkpoint.pt").exists():
+                    text = f"{folder.path} has a checkpoint: the same command goes on from it."
+                    screen.print(text, markup=False, soft_wrap=True)
+                raise
+
+    def _searched(self, config: TrainConfig, screen: "Console", device: str) -> TrainConfig:
+        """Returns the config with the best of the settings that are tried, each in a run of its own."""
+        rates = sorted(self.search_lr) or [config.lr]
+        dampings: list[float] | list[None] = sorted(self.search_damping) or [None]
+        losses: dict[tuple[float, float | None], float] = {}
+        for lr in rates:
+            for damping in dampings:
+                chosen = replace(config, lr=lr)
+                chosen = chosen if damping is None else replace(chosen, relative_damping=damping)
+                trial = replace(chosen, validation=config.validation or HELD_OUT)
+                folder = self._folder("train-search", variant_of(trial), trial.seed)
+                self._train(trial, folder, screen, device)
+                last = folder.metrics()[-1]
+                loss = last.get("validation_loss")
+                losses[lr, damping] = float("inf") if loss is None or "diverged" in last else loss
+        best = min(losses, key=lambda key: losses[key])
+        if losses[best] == float("inf"):
+            raise DivergedError(f"every run of the search diverged; try smaller learning rates than {rates[0]:g}")
+        lr, damping = best
+        words = f"learning rate {lr:g}" + ("" if damping is None else f" and relative damping {damping:g}")
+        screen.print(f"Best of {len(losses)}: {words}, validation loss {losses[best]:.4g}.", markup=False)
+        for what, value, tried in (("learning rate", lr, rates), ("damping", damping, dampings)):
+            if len(tried) > 1 and value in (tried[0], tried[-1]):
+                end, beyond = ("smallest", "smaller") if value == tried[0] else ("largest", "larger")
+                screen.print(f"This {what} is the {end} that was tried: try {beyond} ones, too.", markup=False)
+        config = replace(config, lr=lr)
+        return config if damping is None else replace(config, relative_damping=damping)
+
+
+def _report(folders: "list[RunFolder]", screen: "Console") -> None:
+    """Says where the runs are, and what several came to; raises if one diverged."""
+    for folder in folders:
         screen.print(f"Run: {folder.path}", markup=False, soft_wrap=True)
+    if len(folders) > 1:
+        from consequent_lab.comparison import seen_runs, terminal_table
+
+        screen.print(terminal_table(seen_runs([folder.path for folder in folders])))
+    diverged = [
+        (folder, outcome) for folder in folders if (outcome := folder.outcome()) and outcome["outcome"] == "diverged"
+    ]
+    if diverged:
+        config = diverged[0][0].config(TrainConfig)
+        listed = ", ".join(f"{folder.path} at iteration {outcome['iteration']}" for folder, outcome in diverged)
+        larger = f", or a larger damping (--{_damping_option(config)})" if config.consequentialist else ""
+        raise DivergedError(
+            f"the loss is not finite any more: {listed}. Try a smaller learning rate than {config.lr:g} (--lr), "
+            f"a warm-up (--warm-up){larger}"
+        )
+
+
+def _damping_option(config: TrainConfig) -> str:
+    return "relative-damping" if config.damping is None else "damping"
+
+
+def _title(config: TrainConfig) -> str:
+    damping = "" if config.relative_damping is None else f", damping {config.relative_damping:g}"
+    rate = f"lr {config.lr:g}{damping}"
+    return f"{config.optimiser_name}, {rate}, {config.model}, {config.dataset}, seed {config.seed}"
 
 
 def variant_of(config: TrainConfig) -> str:
@@ -66,7 +203,8 @@ def variant_of(config: TrainConfig) -> str:
     """
     options = {name: value for name, value in asdict(config).items() if name != "seed"}
     digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:6]
-    return f"{config.dataset}-{config.model}-{config.optimiser_name.lower()}-lr{config.lr:g}-{digest}"
+    dataset, model = (name.replace(":", ".") for name in (config.dataset, config.model))
+    return f"{dataset}-{model}-{config.optimiser_name.lower()}-lr{config.lr:g}-{digest}"
 
 
 def chosen_device(device: Literal["auto", "cpu", "cuda"]) -> str:

@@ -1,11 +1,14 @@
 """What a training run is asked for. Imports nothing heavy: the command line reads this file for its options."""
 
 import math
+import re
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
 DEFAULT_EPOCHS = 10
+DATASETS = ("digits", "cifar10", "cifar100", "fashion-mnist")
+MODELS = ("mlp", "resnet20", "resnet20-bn")
 
 
 @dataclass(frozen=True)
@@ -16,10 +19,11 @@ class TrainConfig:
     device, with or without a CUDA graph. Another few samples are left out in every epoch.
     """
 
-    dataset: Literal["digits", "cifar10", "cifar100", "fashion-mnist"] = "digits"
-    """What is learnt; the digits come with scikit-learn."""
-    model: Literal["mlp", "resnet20", "resnet20-bn"] = "mlp"
-    """A perceptron, or a ResNet-20 without or with BatchNorm."""
+    dataset: str = "digits"
+    """What is learnt: digits (they come with scikit-learn), cifar10, cifar100, fashion-mnist, or your own data as
+    module:function."""
+    model: str = "mlp"
+    """mlp, a perceptron; resnet20 or resnet20-bn, without or with BatchNorm; or your own as module:function."""
     hidden: tuple[int, ...] = (128,) * 8
     """mlp: the width of every hidden layer."""
     widths: tuple[int, ...] = (16, 32, 64)
@@ -32,6 +36,15 @@ class TrainConfig:
     """Its C- version, or the plain one."""
     lr: float = 0.1
     """The learning rate."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Of the learning rate: it stays, or falls to 0 along half a cosine."""
+    warm_up: int = 0
+    """Iterations in which the learning rate first rises from 0, in equal steps."""
+    weight_decay: float = 0.0
+    """How fast weights shrink: by lr times this in every step, beside the correction (rmsprop: its own L2 penalty)."""
+    augment: tuple[Literal["crop", "flip"], ...] = ()
+    """Of every training image: crop, a window of it, moved by up to an eighth; flip, the mirror image of every other.
+    """
     head_lr_factor: float = 1.0
     """The last layer's learning rate is this times the others'."""
     momentum: float = 0.95
@@ -58,10 +71,15 @@ class TrainConfig:
     """Iterations between two evaluations (default: an epoch)."""
     evaluate_training: bool = True
     """Evaluate on the full training set, too, not on the test set alone."""
+    validation: float = 0.0
+    """Hold out this fraction of the training set, and evaluate on it instead of the test set, as a search does."""
+    foresight: bool = False
+    """C- versions: also read what each layer's outputs should change by, and what the step changes them by. Costs some
+    time in every iteration."""
     gradient_norms: Literal["none", "applied", "both"] = "applied"
     """Norms by layer of the gradient that the optimiser gets; both: of the plain one, too, which costs a little."""
     checkpoint_every: int = 1000
-    """Iterations between two checkpoints."""
+    """Iterations between two checkpoints at most; there is one a minute, and one on Ctrl-C, in any case."""
     graph: bool | None = None
     """Replay the step as a CUDA graph (default: on a GPU, where it can be captured)."""
     tf32: bool = True
@@ -70,6 +88,11 @@ class TrainConfig:
     """resnet20: the memory format that convolutions are faster with."""
 
     def __post_init__(self) -> None:
+        for name, value, known in (("dataset", self.dataset, DATASETS), ("model", self.model, MODELS)):
+            if value not in known and not is_own(value):
+                raise ValueError(
+                    f"{name} must be one of {', '.join(known)}, or your own as module:function, got {value!r}"
+                )
         if self.iterations is not None and self.epochs is not None:
             raise ValueError("give iterations or epochs, not both")
         if self.damping is not None and self.relative_damping is not None:
@@ -79,10 +102,16 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        for name in ("lr", "head_lr_factor", "damping", "relative_damping", "momentum"):
+        for name in ("lr", "head_lr_factor", "weight_decay", "warm_up", "damping", "relative_damping", "momentum"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
+        if not 0 <= self.validation < 1:
+            raise ValueError(f"validation must be a fraction in [0, 1), got {self.validation}")
+        if self.foresight and not self.consequentialist:
+            raise ValueError(
+                "foresight is of the correction, and --no-consequentialist has none: leave out one of both"
+            )
         if self.optimiser == "nesterov" and self.momentum == 0:
             raise ValueError("nesterov needs a momentum above 0")
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -110,8 +139,17 @@ class TrainConfig:
     @property
     def is_convolutional(self) -> bool:
         """Whether the model takes images rather than rows."""
-        return self.model != "mlp"
+        return self.model in ("resnet20", "resnet20-bn")
 
     def total_iterations(self, iterations_per_epoch: int) -> int:
         """Returns how many iterations the run has."""
         return self.iterations or (self.epochs or DEFAULT_EPOCHS) * iterations_per_epoch
+
+
+def is_own(name: str) -> bool:
+    """Says whether this names a function of the user's.
+
+    >>> is_own("mine.models:deep"), is_own("digits"), is_own("C:/data")
+    (True, False, False)
+    """
+    return re.fullmatch(r"\w+(\.\w+)*:\w+", name) is not None

@@ -4,36 +4,47 @@ A run reads what costs nothing every `log_every` iterations, evaluates every `ev
 loss is no longer finite. Every reading is a line of metrics:
 
     iteration, epoch, seconds     seconds were spent in training; reading, evaluating and saving are not counted
-    lr
+    lr                            of the last step
     batch_loss, batch_accuracy    of the last mini-batch, before its step (the paper's reading, every 100 iterations)
     running_loss, running_accuracy    over the mini-batches of this epoch so far
     epoch_loss, epoch_accuracy    over those of the last complete epoch; absent in the first
     gradient_norms                by layer: "applied", what the optimiser got, and "plain", what backpropagation left
     counters                      of the correction
+    foresight                     by layer, if asked for: the wanted and the produced change of outputs, and cosines
     train_loss, train_accuracy    over the full training set, where it is evaluated, as are
     forgotten                     samples of it that were correct at the last evaluation and are not now
-    test_loss, test_accuracy
+    test_loss, test_accuracy      or validation_loss and validation_accuracy, where a part was held out
     diverged                      true, on the last line of a run whose loss was not finite
+
+Where targets are numbers and not classes, there are no accuracies.
 """
 
 import math
+import signal
+import threading
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from consequent_lab.crew import Crew
-from consequent_lab.datasets import Dataset, load
+from consequent_lab.datasets import Dataset, held_out, load
 from consequent_lab.learner import Learner, permutation
-from consequent_lab.readings import evaluate
+from consequent_lab.own_code import own_data
+from consequent_lab.rank_group import RankGroup
 from consequent_lab.rounding import tf32
 from consequent_lab.runs import RunFolder, environment
-from consequent_lab.train_config import TrainConfig
+from consequent_lab.schedules import rate_factor
+from consequent_lab.train_config import TrainConfig, is_own
+from consequent_lab.training_metrics import evaluate
 
 __all__ = ["TrainConfig", "Unwatched", "Watcher", "train"]
+
+SECONDS_BETWEEN_CHECKPOINTS = 60.0  # at most
 
 
 class Watcher(Protocol):
@@ -75,7 +86,7 @@ def train(
     *,
     data: Path | None = None,
     watcher: Watcher | None = None,
-    crew: Crew | None = None,
+    ranks: RankGroup | None = None,
 ) -> None:
     """Trains the run, or what is left of it; a finished one is left alone.
 
@@ -85,10 +96,11 @@ def train(
         device: where to train. A run that was killed goes on bit for bit on the CPU with as many threads as before.
         data: the folder of the data sets.
         watcher: is told how it gets on.
-        crew: the ranks that train it together; each of them calls this, with a folder that is the crew's.
+        ranks: the ranks that train it together; each of them calls this, with a folder that is theirs.
 
     Raises:
         ValueError: if the folder holds another run or a damaged file, or the config does not fit the data.
+        KeyboardInterrupt: on Ctrl-C, after a checkpoint was written; at once on a second one.
     """
     watcher = watcher or Unwatched()
     with folder.opened(config), tf32(allowed=config.tf32):
@@ -97,7 +109,12 @@ def train(
             watcher.ended(outcome, skipped=True)
             return
         state = folder.resume()  # raises if a file is damaged, before anything costly is done
-        _Training(config, folder, torch.device(device), load(config.dataset, data), state, watcher, crew).run()
+        dataset = own_data(config.dataset) if is_own(config.dataset) else load(config.dataset, data)
+        if config.validation:
+            dataset = held_out(dataset, config.validation)
+        place = torch.device(device)
+        with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
+            _Training(config, folder, place, dataset, state, watcher, ranks).run()
 
 
 class _Training:
@@ -111,7 +128,7 @@ class _Training:
         dataset: Dataset,
         state: dict[str, Any] | None,
         watcher: Watcher,
-        crew: Crew | None,
+        ranks: RankGroup | None,
     ) -> None:
         samples = len(dataset.train_labels)
         if samples < config.batch_size:
@@ -120,14 +137,20 @@ class _Training:
         self._folder = folder
         self._device = device
         self._watcher = watcher
+        self._ranks = ranks
+        self._has_classes = dataset.classes is not None
         self._per_epoch = samples // config.batch_size
         self._total = config.total_iterations(self._per_epoch)
+        if config.warm_up >= self._total:
+            raise ValueError(f"warm_up {config.warm_up} must be less than the {self._total} iterations of the run")
         self._fingerprint = _fingerprint(dataset)
         self._iteration = 0
         self._seconds = 0.0
+        self._saved_at = time.perf_counter()
+        self._interruption = _Interruption()
         self._order: tuple[int, Tensor] | None = None  # an epoch and its order of samples
         self._remembered: Tensor | None = None  # what of the training set was correct at the last evaluation
-        self._learner = Learner(config, dataset, device, crew)
+        self._learner = Learner(config, dataset, device, ranks)
         if state is not None:
             self._take_over(state)
         self._learner.settle(None if state is None else state["learner"])
@@ -135,7 +158,11 @@ class _Training:
         folder.add_environment(start | environment(str(device)))
 
     def run(self) -> None:
-        """Trains to the end."""
+        """Trains to the end, or to an interruption."""
+        with self._interruption.awaited(self._ranks is None):
+            self._run()
+
+    def _run(self) -> None:
         self._watcher.started(self._iteration, self._total)
         outcome = "finished"
         if self._iteration == 0:
@@ -147,8 +174,10 @@ class _Training:
                 if "diverged" in line:
                     outcome = "diverged"
                     break
-            if self._is_due(self._config.checkpoint_every):
+            if self._is_due(self._config.checkpoint_every) or self._told(self._is_late or self._interruption.came):
                 self._save()
+            if self._interruption.came:
+                raise KeyboardInterrupt
         done = {"outcome": outcome, "iteration": self._iteration, "seconds": self._seconds}
         self._folder.finish(done)
         self._watcher.ended(done, skipped=False)
@@ -162,23 +191,34 @@ class _Training:
     def _is_due(self, interval: int) -> bool:
         return self._iteration % interval == 0 or self._iteration == self._total
 
+    @property
+    def _is_late(self) -> bool:
+        """Whether the last checkpoint is too old."""
+        return time.perf_counter() - self._saved_at > SECONDS_BETWEEN_CHECKPOINTS
+
+    def _told(self, decision: bool) -> bool:
+        """Returns the first rank's decision: clocks differ."""
+        return decision if self._ranks is None else self._ranks.told(decision)
+
     def _next_stop(self) -> int:
         intervals = (self._config.log_every, self._evaluation_interval, self._config.checkpoint_every)
         return min(self._total, *((self._iteration // interval + 1) * interval for interval in intervals))
 
     def _advance(self, stop: int) -> None:
-        """Trains up to an iteration, without waiting for the device in between."""
+        """Trains up to an iteration, or until a checkpoint is due, without waiting for the device in between."""
         learner, size = self._learner, self._config.batch_size
         start = time.perf_counter()
         while self._iteration < stop:
             epoch, place = divmod(self._iteration, self._per_epoch)
             if place == 0:
                 learner.tally.begin_epoch()
-            learner.step(self._order_of(epoch)[place * size : (place + 1) * size])
+            learner.step(self._order_of(epoch)[place * size : (place + 1) * size], self._iteration, self._total)
             if place == self._per_epoch - 1:
                 learner.tally.end_epoch()
             self._iteration += 1
             self._watcher.advanced(self._iteration)
+            if self._ranks is None and (self._interruption.came or self._is_late):
+                break
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._seconds += time.perf_counter() - start
@@ -197,7 +237,7 @@ class _Training:
             "iteration": self._iteration,
             "epoch": self._iteration / self._per_epoch,
             "seconds": self._seconds,
-            "lr": self._config.lr,
+            "lr": self._config.lr * rate_factor(self._config, max(0, self._iteration - 1), self._total),
         }
         if self._iteration > 0:
             line |= self._read_batches()
@@ -205,11 +245,15 @@ class _Training:
                 line["gradient_norms"] = self._learner.norms.read()
             if self._config.consequentialist:
                 line["counters"] = self._learner.counters()
+            if self._config.foresight:
+                line["foresight"] = self._learner.foresight()
         # A loss that is not finite needs no evaluation, which would only say so again.
         if self._is_due(self._evaluation_interval) and math.isfinite(line.get("batch_loss", 0.0)):
             line |= self._evaluate()
         if not all(math.isfinite(line.get(name, 0.0)) for name in ("batch_loss", "train_loss")):
             line["diverged"] = True
+        if not self._has_classes:
+            line = {name: value for name, value in line.items() if not name.endswith(("accuracy", "forgotten"))}
         self._folder.append(line)
         self._watcher.read(line)
         return line
@@ -239,7 +283,8 @@ class _Training:
                 readings["forgotten"] = training.forgotten_since(self._remembered)
             self._remembered = training.correct
         test = evaluate(self._learner.model, self._learner.test_samples)
-        return readings | {"test_loss": test.loss, "test_accuracy": test.accuracy}
+        name = "validation" if self._config.validation else "test"
+        return readings | {f"{name}_loss": test.loss, f"{name}_accuracy": test.accuracy}
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
@@ -253,6 +298,7 @@ class _Training:
             "learner": learner,
         }
         self._folder.save_checkpoint(state)
+        self._saved_at = time.perf_counter()
         if self._iteration < self._total and not self._learner.is_graphed:
             self._learner.settle(learner)  # and goes on as a run that is resumed from here
 
@@ -268,9 +314,41 @@ class _Training:
             self._remembered = state["remembered"].to(self._device)
 
 
+class _Interruption:
+    """Ctrl-C, which waits until the step is over."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    @contextmanager
+    def awaited(self, is_alone: bool) -> Iterator[None]:
+        """Takes note of the first Ctrl-C, and hands on the second.
+
+        Nothing is noted beside other ranks, outside of the main thread, and where somebody else deals with it.
+        """
+        before = signal.getsignal(signal.SIGINT)
+        if (
+            not is_alone
+            or threading.current_thread() is not threading.main_thread()
+            or before is not signal.default_int_handler
+        ):
+            yield
+            return
+
+        def note(*_: Any) -> None:
+            self.came = True
+            signal.signal(signal.SIGINT, before)
+
+        signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
 def _fingerprint(dataset: Dataset) -> str:
     """Returns what tells one data set, in one order, from another."""
     digest = 0
     for tensor in (dataset.train_images, dataset.train_labels, dataset.test_images, dataset.test_labels):
-        digest = zlib.crc32(tensor.numpy().data, digest)
+        digest = zlib.crc32(tensor.contiguous().numpy().data, digest)
     return f"{dataset.name} {list(dataset.train_images.shape)} {digest:08x}"

@@ -18,9 +18,9 @@ from consequent_lab.datasets import Dataset, load, prepared
 from consequent_lab.learner import build_model, build_optimizer, permutation
 from consequent_lab.models import resnet20
 from consequent_lab.progress import ProgressBoard
-from consequent_lab.readings import Evaluation, Tally
 from consequent_lab.runs import DamagedFileError, RunFolder
 from consequent_lab.trainer import TrainConfig, Unwatched, train
+from consequent_lab.training_metrics import Evaluation, Tally
 
 CPU = torch.device("cpu")
 SMALL = TrainConfig(hidden=(24, 24), iterations=60, log_every=10, evaluate_every=20, checkpoint_every=7)

@@ -12,7 +12,7 @@ from loop.expected import build, mean_loss, weights
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 import consequent
-from consequent_lab.crew import Crew, CrewFolder
+from consequent_lab.rank_group import RankGroup, RankGroupFolder
 from consequent_lab.runs import RunFolder
 from ranks.test_ddp import share
 
@@ -186,7 +186,7 @@ def die_at_the_end(path):
     def die(*_):
         os._exit(1)
 
-    folder = CrewFolder(path, Crew())
+    folder = RankGroupFolder(path, RankGroup())
     with mock.patch.object(RunFolder, "finish", die):  # which the first rank alone calls
         folder.finish({"outcome": "finished"})
 

@@ -96,9 +96,9 @@ def test_a_rank_that_is_killed(tmp_path):
 def test_a_rank_that_never_comes_is_not_waited_for_for_long():
     code = """
 from datetime import timedelta
-from consequent_lab import crew
-crew.TIMEOUT = timedelta(seconds=2)
-with crew.joined("cpu"):
+from consequent_lab import rank_group
+rank_group.TIMEOUT = timedelta(seconds=2)
+with rank_group.joined("cpu"):
     print("met")
 """
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

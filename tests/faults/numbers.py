@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 import consequent
 from consequent.reports.errors import LinAlgError
-from consequent_lab.faults.trial import Trial, require
+from faults.trial import Trial, require
 
 
 class Loop:

@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 
 from consequent_lab.cli import main
-from consequent_lab.faults.comparison import differences
-from consequent_lab.faults.trial import Trial, require
-from consequent_lab.faults.two_ranks import SIZE, TwoRanks
 from consequent_lab.runs import DamagedFileError, RunFolder
+from faults.comparison import differences
+from faults.trial import Trial, require
+from faults.two_ranks import SIZE, TwoRanks
 
 LIMIT = 120  # seconds that a run may take
-PATIENCE = 20  # seconds in which the other rank must end, long before the crew's timeout
+PATIENCE = 20  # seconds in which the other rank must end, long before the ranks' timeout
 AIMS = ((1, False), (0, True), (0, False), (1, True))  # in turn: a rank, and whether a checkpoint is being written
 # With 64 samples in a mini-batch, ranks send each other rows for one of the layers, and moments for the others.
 OPTIONS = """

@@ -1,15 +1,14 @@
-"""Files from strangers: nothing in them is executed, and nothing is written outside of where it belongs."""
+"""Files that nobody vouches for: nothing in them is executed, and nothing is written outside of where it belongs."""
 
-import hashlib
 import io
 import os
 import pickle
 import tarfile
 from pathlib import Path
 
-from consequent_lab.faults.trial import Trial, require
 from consequent_lab.paper.findings import Axis, Figure, Finding, Panel, Series, Statement
-from consequent_lab.runs import CHECKPOINT_HEADER, RunFolder
+from consequent_lab.runs import RunFolder, checkpoint_seal
+from faults.trial import Trial, require
 
 
 class _Touch:
@@ -22,7 +21,7 @@ class _Touch:
         return os.mkdir, (str(self.path),)
 
 
-def strangers(folder: Path) -> list[Trial]:
+def untrusted_files(folder: Path) -> list[Trial]:
     """Tries each kind of file once."""
     return [_pickled_checkpoint(folder / "pickle"), _archives(folder / "archives"), _names_with_markup(folder / "page")]
 
@@ -39,8 +38,7 @@ def _pickled_checkpoint(folder: Path) -> Trial:
             buffer = io.BytesIO()
             torch.save({"state": _Touch(made)}, buffer, pickle_protocol=protocol)
             for payload in (buffer.getvalue(), pickle.dumps({"state": _Touch(made)}, protocol)):
-                header = f"{CHECKPOINT_HEADER}{hashlib.sha256(payload).hexdigest()}\n".encode()
-                (run.path / "checkpoint.pt").write_bytes(header + payload)
+                (run.path / "checkpoint.pt").write_bytes(payload + checkpoint_seal(payload))
                 refused = False
                 try:
                     run.checkpoint()

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from consequent_lab.faults.comparison import differences
-from consequent_lab.faults.damage import CONFIG
-from consequent_lab.faults.trial import Trial, require
 from consequent_lab.runs import RunFolder
+from faults.comparison import differences
+from faults.damage import CONFIG
+from faults.trial import Trial, require
 
 SIZE = 2**20
 

@@ -1,4 +1,4 @@
-"""`consequent faults`: breaks things on purpose and counts what happens."""
+"""The study as a command: which faults, how many, and where the table goes."""
 
 import tempfile
 import time
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:  # The command line reads this file for its options; torch is imported when needed.
-    from consequent_lab.faults.soak import Soak
-    from consequent_lab.faults.trial import Trial
+    from faults.soak import Soak
+    from faults.trial import Trial
 
 
-Kind = Literal["numbers", "damage", "disk", "strangers", "kills", "ranks", "soak"]
+Kind = Literal["numbers", "damage", "disk", "untrusted", "kills", "ranks", "soak"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Faults:
     """Try faults on training runs and count what becomes of them.
 
     Processes killed at random moments, one of two ranks lost, a full disk, damaged files, numbers that are not finite,
-    factorisations that fail, memory that runs out, files from strangers; and a long run with faults at random beside
+    factorisations that fail, memory that runs out, untrusted files; and a long run with faults at random beside
     some left in peace.
     """
 
@@ -32,10 +32,10 @@ class Faults:
 
     def run(self) -> None:
         """Tries, shows the table and writes it; raises if anything went otherwise than it should."""
-        from consequent_lab.faults.record import new_record, read_record, recorded, updated
-        from consequent_lab.faults.study import study
         from consequent_lab.records import write_json
         from consequent_lab.screen import console
+        from faults.record import new_record, read_record, recorded, updated
+        from faults.study import study
 
         screen = console()
         begun = time.perf_counter()

@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 from unittest.mock import patch
 
-from consequent_lab.faults.comparison import differences
-from consequent_lab.faults.trial import Trial, require
 from consequent_lab.runs import RunFolder
 from consequent_lab.train_config import TrainConfig
+from faults.comparison import differences
+from faults.trial import Trial, require
 
 CONFIG = TrainConfig(hidden=(16,), iterations=60, log_every=10, evaluate_every=20, checkpoint_every=20)
 FILES = ("config.json", "environment.json", "metrics.jsonl", "checkpoint.pt", "done.json")

@@ -7,10 +7,10 @@ from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from consequent_lab.faults.comparison import differences
-from consequent_lab.faults.trial import Trial, require
 from consequent_lab.runs import RunFolder
 from consequent_lab.train_config import TrainConfig
+from faults.comparison import differences
+from faults.trial import Trial, require
 
 LIMIT = 120  # seconds that a run may take
 CONFIG = TrainConfig(

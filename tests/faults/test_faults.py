@@ -5,17 +5,17 @@ import json
 import pytest
 import torch
 
-from consequent_lab.cli import main
-from consequent_lab.faults import damage, lost_ranks, numbers, one_rank, soak
-from consequent_lab.faults.record import new_record, recorded, updated
-from consequent_lab.faults.trial import Trial, require
 from consequent_lab.runs import RunFolder
+from faults import damage, lost_ranks, numbers, one_rank, soak
+from faults.__main__ import main
+from faults.record import new_record, recorded, updated
+from faults.trial import Trial, require
 
 pytestmark = pytest.mark.slow
 
 
 def test_everything_goes_as_it_should(tmp_path, capsys):
-    assert main(["faults", "--quick", "--output", str(tmp_path / "faults.json")]) == 0
+    assert main(["--quick", "--output", str(tmp_path / "faults.json")]) == 0
     record = json.loads((tmp_path / "faults.json").read_text())
     tried = [trial for trial in record["trials"] if not trial["not_tried"]]
     assert all(trial["tried"] == trial["as_expected"] > 0 for trial in tried)
@@ -109,7 +109,7 @@ def test_rows_that_are_tried_anew_say_what_made_them_and_the_others_stay():
 
 def test_some_kinds_only(tmp_path, capsys):
     path = tmp_path / "faults.json"
-    command = ["faults", "--only", "strangers", "--output", str(path)]
+    command = ["--only", "untrusted", "--output", str(path)]
     assert main([*command, "--quick"]) == 0
     record = json.loads(path.read_text())
     assert [trial["tried"] for trial in record["trials"]] == [2, 5, 3]
@@ -120,4 +120,4 @@ def test_some_kinds_only(tmp_path, capsys):
     assert "was made with --quick" in capsys.readouterr().err
     path.write_text("{}")
     assert main(command) == 1
-    assert "not a file of consequent faults" in capsys.readouterr().err
+    assert "not a file of this study" in capsys.readouterr().err

@@ -8,9 +8,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from consequent_lab.faults.soak import Soak
-from consequent_lab.faults.trial import Trial
 from consequent_lab.records import provenance
+from faults.soak import Soak
+from faults.trial import Trial
 
 
 def new_record(trials: list[Trial], soaked: Soak | None, *, quick: bool) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def read_record(path: Path, *, quick: bool) -> dict[str, Any]:
     """Returns what the file holds; raises unless it can be added to."""
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if record.get("study") != "faults":
-        raise ValueError(f"{path}: not a file of consequent faults")
+        raise ValueError(f"{path}: not a file of this study")
     if record["quick"] != quick:
         there = "with" if record["quick"] else "without"
         raise ValueError(f"{path} was made {there} --quick: try the rest in the same way, or name another --output")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +45,32 @@ class Samples:
         return inputs.permute(0, 3, 1, 2) if self._channels_last else inputs
 
 
+def loss_of(outputs: Tensor, targets: Tensor, reduction: Literal["mean", "sum"]) -> Tensor:
+    """Returns the loss over samples: cross-entropy of classes, half of the squared error of numbers.
+
+    Args:
+        outputs: of the model, `[N, classes]` or of the targets' shape.
+        targets: classes as whole numbers, `[N]`, or floats, `[N, …]`: errors are summed over all but samples.
+        reduction: over samples.
+
+    >>> loss_of(torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.zeros(2, 2), "mean")
+    tensor(1.2500)
+    """
+    if targets.is_floating_point():
+        total = (outputs - targets).square().sum() / 2
+        return total / len(targets) if reduction == "mean" else total
+    return cross_entropy(outputs, targets, reduction=reduction)
+
+
+def is_correct(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Says of every sample whether its class has the largest output; numbers are never just right or wrong."""
+    if targets.is_floating_point():
+        return torch.zeros(len(targets), dtype=torch.bool, device=targets.device)
+    return outputs.argmax(1) == targets
+
+
 @dataclass(frozen=True)
-class BatchReadings:
+class BatchTotals:
     """Loss and correct answers over mini-batches, each taken before the step that learns from it."""
 
     loss: float
@@ -65,10 +89,10 @@ class Tally:
         self._add_up = add_up
         self.values = torch.zeros(3, 2, dtype=torch.float64, device=device)  # (last, epoch, complete) × (loss, correct)
 
-    def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+    def add(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
         """Counts a mini-batch; may be captured in a CUDA graph."""
         self.values[0, 0].copy_(loss)
-        self.values[0, 1].copy_((logits.argmax(1) == labels).sum())
+        self.values[0, 1].copy_(is_correct(outputs, targets).sum())
         if self._add_up is not None:
             self._add_up(self.values[0])
         self.values[1].add_(self.values[0])
@@ -81,10 +105,10 @@ class Tally:
         """The last mini-batch was the last of an epoch."""
         self.values[2].copy_(self.values[1])
 
-    def read(self) -> tuple[BatchReadings, BatchReadings, BatchReadings]:
+    def read(self) -> tuple[BatchTotals, BatchTotals, BatchTotals]:
         """Returns the last mini-batch, and sums over this epoch and over the last complete one."""
         last, epoch, complete = self.values.tolist()
-        return BatchReadings(*last), BatchReadings(*epoch), BatchReadings(*complete)
+        return BatchTotals(*last), BatchTotals(*epoch), BatchTotals(*complete)
 
 
 class GradientNorms:
@@ -157,8 +181,8 @@ def evaluate(model: nn.Module, samples: Samples) -> Evaluation:
     loss = torch.zeros((), dtype=torch.float64, device=samples.labels.device)
     correct = []
     for inputs, labels in samples.in_order():
-        logits = model(inputs)
-        loss += cross_entropy(logits, labels, reduction="sum")
-        correct.append(logits.argmax(1) == labels)
+        outputs = model(inputs)
+        loss += loss_of(outputs, labels, "sum")
+        correct.append(is_correct(outputs, labels))
     model.train(was_training)
     return Evaluation(loss.item() / len(samples), torch.cat(correct))

@@ -30,7 +30,7 @@ Value = TypeVar("Value")
 TIMEOUT = timedelta(minutes=5)
 
 
-class Crew:
+class RankGroup:
     """The ranks of one run, after they have met."""
 
     def __init__(self) -> None:
@@ -73,14 +73,14 @@ class Crew:
 
 
 @contextmanager
-def joined(device: str) -> Iterator[tuple[Crew | None, str]]:
+def joined(device: str) -> Iterator[tuple[RankGroup | None, str]]:
     """Meets the other ranks if `torchrun` has started this process, and parts from them.
 
     Args:
         device: where to train, a kind of device.
 
     Yields:
-        the crew, None for a process on its own, and this rank's device.
+        the ranks, None for a process on its own, and this rank's device.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield None, device
@@ -90,22 +90,22 @@ def joined(device: str) -> Iterator[tuple[Crew | None, str]]:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=TIMEOUT)
     try:
-        yield Crew(), device
+        yield RankGroup(), device
     finally:
         dist.destroy_process_group()
 
 
-class CrewFolder(RunFolder):
+class RankGroupFolder(RunFolder):
     """A run's folder that the first rank reads and writes for all of them."""
 
-    def __init__(self, path: Path, crew: Crew) -> None:
+    def __init__(self, path: Path, ranks: RankGroup) -> None:
         super().__init__(path)
-        self._crew = crew
+        self._ranks = ranks
 
     @contextmanager
     def opened(self, config: "DataclassInstance") -> Iterator[None]:
         """Holds the folder, on the first rank."""
-        if self._crew.is_first:
+        if self._ranks.is_first:
             with super().opened(config):
                 yield
         else:
@@ -120,25 +120,25 @@ class CrewFolder(RunFolder):
         return self._read(super().resume)
 
     def _read(self, read: Callable[[], Value | None]) -> Value | None:
-        return self._crew.told(read() if self._crew.is_first else None)
+        return self._ranks.told(read() if self._ranks.is_first else None)
 
     def add_environment(self, start: dict[str, Any]) -> None:
         """Adds an entry, with the number of ranks."""
-        if self._crew.is_first:
-            super().add_environment({**start, "ranks": self._crew.size})
+        if self._ranks.is_first:
+            super().add_environment({**start, "ranks": self._ranks.size})
 
     def append(self, line: dict[str, Any]) -> None:
         """Appends a line to the metrics."""
-        if self._crew.is_first:
+        if self._ranks.is_first:
             super().append(line)
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Saves a checkpoint."""
-        if self._crew.is_first:
+        if self._ranks.is_first:
             super().save_checkpoint(state)
 
     def finish(self, outcome: dict[str, Any]) -> None:
         """Marks the run as done; no rank goes on before it is, so that none ends well if the first one does not."""
-        if self._crew.is_first:
+        if self._ranks.is_first:
             super().finish(outcome)
-        self._crew.told(None)
+        self._ranks.told(None)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import consequent
-from consequent_lab.faults.numbers import Loop
-from consequent_lab.faults.trial import Trial, require
-from consequent_lab.faults.two_ranks import SIZE, TwoRanks
+from faults.numbers import Loop
+from faults.trial import Trial, require
+from faults.two_ranks import SIZE, TwoRanks
 
 LIMIT = 120  # seconds that all attempts together may take
 PATIENCE = 20  # seconds that a rank waits for the other

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import torch
 
-from consequent_lab.faults.damage import damaged_compact_files, damaged_data, damaged_runs
-from consequent_lab.faults.disk import full_disk
-from consequent_lab.faults.kills import kills
-from consequent_lab.faults.lost_ranks import lost_ranks
-from consequent_lab.faults.numbers import numbers
-from consequent_lab.faults.one_rank import one_rank
-from consequent_lab.faults.soak import Soak, soak
-from consequent_lab.faults.strangers import strangers
-from consequent_lab.faults.trial import Trial
+from faults.damage import damaged_compact_files, damaged_data, damaged_runs
+from faults.disk import full_disk
+from faults.kills import kills
+from faults.lost_ranks import lost_ranks
+from faults.numbers import numbers
+from faults.one_rank import one_rank
+from faults.soak import Soak, soak
+from faults.trial import Trial
+from faults.untrusted_files import untrusted_files
 
 
 def study(
@@ -45,9 +45,9 @@ def study(
         if "disk" in kinds:
             report("a full disk")
             trials.append(full_disk(folder / "full", few))
-        if "strangers" in kinds:
-            report("files from strangers")
-            trials += strangers(folder / "strangers")
+        if "untrusted" in kinds:
+            report("untrusted files")
+            trials += untrusted_files(folder / "untrusted")
         if "kills" in kinds:
             report("kills")
             trials += kills(folder / "kills", many)

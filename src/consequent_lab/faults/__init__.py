@@ -1,1 +1,0 @@
-"""Faults tried on purpose, and what became of them."""

@@ -1,0 +1,140 @@
+"""How long runs will take on this machine, from a few steps and a part of an evaluation of every kind of run.
+
+A forecast is as good as that: a machine that does other things as well takes longer, and a search that finds its best
+rate at the end of its grid goes on with more runs.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from consequent_lab.datasets import Dataset, load
+from consequent_lab.learner import Learner
+from consequent_lab.paper.archive import Archive
+from consequent_lab.paper.recipes import Job, Race, Recipe, Step
+from consequent_lab.train_config import TrainConfig
+from consequent_lab.training_metrics import evaluate
+
+TIMED_SECONDS = 0.3  # of training, for every kind of run
+TIMED_STEPS = 20  # at most
+TIMED_SAMPLES = 500  # that are evaluated
+AROUND_A_RUN = 0.4  # seconds for its files, as found in small runs on a CPU; next to nothing in long ones
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the parts of a run take, in seconds."""
+
+    start: float
+    step: float
+    evaluated_sample: float
+    samples: int  # of the training set
+    test_samples: int
+
+    def run(self, config: TrainConfig) -> float:
+        """Returns what a whole run takes.
+
+        >>> config = TrainConfig(iterations=100, evaluate_every=50, batch_size=10, evaluate_training=False)
+        >>> Cost(start=2.0, step=0.5, evaluated_sample=0.25, samples=1000, test_samples=4).run(config)
+        55.4
+        """
+        per_epoch = self.samples // config.batch_size
+        iterations = config.total_iterations(per_epoch)
+        evaluations = 1 + -(-iterations // (config.evaluate_every or per_epoch))
+        evaluated = self.test_samples + (self.samples if config.evaluate_training else 0)
+        return AROUND_A_RUN + self.start + iterations * self.step + evaluations * evaluated * self.evaluated_sample
+
+
+def expected_jobs(recipes: Iterable[Recipe], archive: Archive, steps: tuple[Step, ...]) -> list[Job]:
+    """Returns the runs that can start now, and those that a search will open."""
+    found: list[Job] = []
+    for recipe in recipes:
+        found += recipe.jobs(archive, steps)
+        if isinstance(recipe, Race) and "train" in steps and "search" in steps:
+            found += [
+                Job(recipe.name, one.variant, replace(one.config, seed=seed))
+                for one in recipe.contestants
+                if recipe.chosen(one, archive) is None
+                for seed in one.seeds
+            ]
+    return found
+
+
+def forecast(jobs: Iterable[Job], workers: int, cost: Callable[[TrainConfig], Cost]) -> float:
+    """Returns the seconds that all runs take.
+
+    Args:
+        jobs: the runs; some need the machine for themselves.
+        workers: runs side by side.
+        cost: of the kind of run that a config is of.
+    """
+    seconds = 0.0
+    known: dict[Hashable, Cost] = {}
+    for job in jobs:
+        kind = kind_of(job.config)
+        if kind not in known:
+            known[kind] = cost(job.config)
+        seconds += known[kind].run(job.config) / (1 if job.alone else workers)
+    return seconds
+
+
+def kind_of(config: TrainConfig) -> Hashable:
+    """Returns what the time of a step depends on most: not the rate, nor the optimiser that is corrected."""
+    return (
+        config.dataset, config.model, config.hidden, config.widths, config.blocks, config.batch_size,
+        config.consequentialist, config.normalisation == "features",
+    )  # fmt: skip
+
+
+def measured_cost(device: str, data: Path | None) -> Callable[[TrainConfig], Cost]:
+    """Returns a function that times a few steps and a part of an evaluation, with one thread, as runs have.
+
+    Args:
+        device: where.
+        data: the folder of the data sets.
+    """
+    loaded: dict[str, Dataset] = {}
+
+    def cost(config: TrainConfig) -> Cost:
+        if config.dataset not in loaded:
+            loaded[config.dataset] = load(config.dataset, data)
+        dataset = loaded[config.dataset]
+        few = replace(
+            dataset, test_images=dataset.test_images[:TIMED_SAMPLES], test_labels=dataset.test_labels[:TIMED_SAMPLES]
+        )
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            Learner(config, few, torch.device(device)).settle()  # the first one pays for what is only done once
+            start = time.perf_counter()
+            learner = Learner(config, few, torch.device(device))
+            learner.settle()
+            return _timed(learner, time.perf_counter() - start, len(dataset.test_labels))
+        finally:
+            torch.set_num_threads(threads)
+
+    return cost
+
+
+def _timed(learner: Learner, start_up: float, test_samples: int) -> Cost:
+    indices = torch.arange(learner.config.batch_size, device=learner.device)
+    _wait(learner.device)
+    start, steps = time.perf_counter(), 0
+    while steps < TIMED_STEPS and time.perf_counter() - start < TIMED_SECONDS:
+        learner.step(indices, steps, TIMED_STEPS)
+        steps += 1
+    _wait(learner.device)
+    step = (time.perf_counter() - start) / steps
+    start = time.perf_counter()
+    evaluate(learner.model, learner.test_samples)
+    _wait(learner.device)
+    sample = (time.perf_counter() - start) / len(learner.test_samples)
+    return Cost(start_up, step, sample, len(learner.train_samples), test_samples)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,142 @@
+"""A run as it is seen on a terminal: how far it is, its loss, its speed, and what each layer's outputs do."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from consequent_lab.comparison import TEST_ACCURACY, TEST_LOSS, TRAINING_LOSS, SeenRun
+from consequent_lab.numbers import three_digits
+from consequent_lab.progress import shown_seconds
+from consequent_lab.train_config import TrainConfig
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+CURVE_WIDTH = 48
+BAR_WIDTH = 24  # of a change that is exactly as wanted
+LONGEST_BAR = 36
+
+
+def picture_of(run: SeenRun, config: TrainConfig) -> RenderableType:
+    """Returns the run as a panel.
+
+    Args:
+        run: as far as it got.
+        config: what was asked for.
+    """
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim")
+    facts.add_column()
+    total = _total(run, config)
+    facts.add_row("iteration", _progress(run, total))
+    speed = _speed(run)
+    if speed is not None:
+        left = f", {shown_seconds((total - run.iterations) / speed)} left" if total and run.outcome == "running" else ""
+        facts.add_row("speed", f"{three_digits(speed)} iterations per second{left}")
+    for word, readings in (
+        ("training loss", TRAINING_LOSS),
+        ("test loss", TEST_LOSS),
+        ("test accuracy", TEST_ACCURACY),
+    ):
+        curve = [value for _, value in run.curve(*readings)]
+        if curve:
+            is_accuracy = readings is TEST_ACCURACY
+            shown = f"{100 * curve[-1]:.2f} %" if is_accuracy else three_digits(curve[-1])
+            facts.add_row(word, Text.assemble((sparkline(curve, log=not is_accuracy), "cyan"), f"  {shown}"))
+    title = f"{config.optimiser_name}, lr {config.lr:g}, {config.model} on {config.dataset}, seed {config.seed}"
+    return Panel(Group(facts, _layers(run, config)), title=Text(title, style="bold"), title_align="left", expand=False)
+
+
+def _progress(run: SeenRun, total: int | None) -> RenderableType:
+    words = Text(f"{run.iterations:,}" + (f" of {total:,}" if total else ""))
+    if run.outcome != "running":
+        words.append(f", {run.outcome}", style="bold red" if run.outcome == "diverged" else "bold green")
+    if not total:
+        return words
+    line = Table.grid(padding=(0, 2))
+    line.add_row(ProgressBar(total=total, completed=run.iterations, width=CURVE_WIDTH), words)
+    return line
+
+
+def _total(run: SeenRun, config: TrainConfig) -> int | None:
+    """Returns the run's iterations; None before an epoch's length is known."""
+    if config.iterations is not None:
+        return config.iterations
+    last = next((line for line in reversed(run.lines) if line.get("epoch")), None)
+    return None if last is None else config.total_iterations(round(last["iteration"] / last["epoch"]))
+
+
+def _speed(run: SeenRun) -> float | None:
+    """Returns iterations per second over the last readings."""
+    timed = [(line["iteration"], line["seconds"]) for line in run.lines[-6:] if "seconds" in line]
+    if len(timed) < 2 or timed[-1][1] <= timed[0][1]:
+        return None
+    return float((timed[-1][0] - timed[0][0]) / (timed[-1][1] - timed[0][1]))
+
+
+def _layers(run: SeenRun, config: TrainConfig) -> RenderableType:
+    line = next((line for line in reversed(run.lines) if line.get("foresight")), None)
+    if line is None:
+        what = (
+            "a plain optimiser foresees nothing" if not config.consequentialist else "train with --foresight to see it"
+        )
+        is_soon = config.foresight and run.outcome == "running"
+        return Text(f"\nlayers: {'not read yet' if is_soon else what}", style="dim")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title_justify="left", title_style="")
+    table.title = f"\nchange of outputs at iteration {line['iteration']:,}, produced against wanted (│)"
+    table.add_column("layer")
+    table.add_column("", min_width=LONGEST_BAR)
+    for heading in ("produced\n/ wanted", "cosine", "of plain\ngradient"):
+        table.add_column(heading, justify="right")
+    for name, layer in line["foresight"].items():
+        ratio = _ratio(layer)
+        cosines = [_number(layer[key], ".3f") for key in ("cosine", "backprop_cosine")]
+        table.add_row(Text(name or "the model"), change_bar(ratio), _number(ratio, ".2f"), *cosines)
+    return table
+
+
+def _ratio(layer: dict[str, Any]) -> float | None:
+    wanted, produced = layer["wanted"], layer["produced"]
+    return produced / wanted if wanted and produced is not None else None
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def change_bar(ratio: float | None) -> Text:
+    """Returns a bar as long as the produced change, with a mark where it would be the wanted one.
+
+    >>> change_bar(0.5).plain, change_bar(1.25).plain
+    ('━━━━━━━━━━━━            │', '━━━━━━━━━━━━━━━━━━━━━━━━│━━━━━')
+    """
+    length = min(LONGEST_BAR, round(BAR_WIDTH * (ratio or 0.0)))
+    inside, beyond = min(length, BAR_WIDTH), max(0, length - BAR_WIDTH - 1)
+    bar = Text(no_wrap=True).append("━" * inside, style="cyan")
+    bar.append(" " * (BAR_WIDTH - inside))
+    bar.append("│", style="bold")
+    return bar.append("━" * beyond, style="yellow")
+
+
+def sparkline(values: Sequence[float], log: bool, width: int = CURVE_WIDTH) -> str:
+    """Returns a curve as blocks of eight heights.
+
+    Args:
+        values: finite ones.
+        log: heights are of logarithms, where all values are positive.
+        width: blocks at most; of more values, evenly spread ones are taken, the last one among them.
+
+    >>> sparkline([1, 10, 100, 1000], log=True), sparkline([0.5, 0.5], log=False)
+    ('▁▃▆█', '▁▁')
+    """
+    if len(values) > width:
+        values = [values[round(place * (len(values) - 1) / (width - 1))] for place in range(width)]
+    heights = [math.log(value) for value in values] if log and min(values) > 0 else list(values)
+    low, high = min(heights), max(heights)
+    scale = 7 / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((height - low) * scale)] for height in heights)

@@ -1,0 +1,24 @@
+"""The learning rate of every iteration."""
+
+import math
+
+from consequent_lab.train_config import TrainConfig
+
+
+def rate_factor(config: TrainConfig, iteration: int, total: int) -> float:
+    """Returns by what the learning rates are multiplied in one iteration.
+
+    Args:
+        config: with its `schedule` and `warm_up`.
+        iteration: from 0 on.
+        total: iterations of the run.
+
+    >>> config = TrainConfig(schedule="cosine", warm_up=2)
+    >>> [round(rate_factor(config, iteration, 6), 3) for iteration in range(6)]
+    [0.5, 1.0, 1.0, 0.854, 0.5, 0.146]
+    """
+    if iteration < config.warm_up:
+        return (iteration + 1) / config.warm_up
+    if config.schedule == "constant":
+        return 1.0
+    return (1 + math.cos(math.pi * (iteration - config.warm_up) / (total - config.warm_up))) / 2

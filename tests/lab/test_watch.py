@@ -1,0 +1,90 @@
+"""`consequent watch`: a run while it trains, or as it ended."""
+
+import os
+import re
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+from test_trainer import SMALL, run
+
+from consequent_lab import cli, screen, watch_command
+from consequent_lab.comparison import SeenRun
+from consequent_lab.run_picture import picture_of
+from consequent_lab.runs import RunFolder
+
+FAST = replace(SMALL, hidden=(12,), iterations=30)
+LAYER = {"wanted": 2.0, "produced": 1.0, "cosine": 0.75, "backprop_cosine": 0.25}
+
+
+def shown(seen, config, width=100):
+    console = Console(file=StringIO(), width=width)
+    console.print(picture_of(seen, config))
+    return console.file.getvalue()
+
+
+def line(iteration, **readings):
+    return {"iteration": iteration, "epoch": iteration / 45, "seconds": iteration / 20, **readings}
+
+
+def test_a_running_run_shows_loss_speed_and_a_bar_for_each_layer():
+    config = replace(FAST, iterations=None, epochs=2, foresight=True)
+    layers = {"0": LAYER, "2": {**LAYER, "produced": 2.5}, "4": {**LAYER, "wanted": 0.0, "cosine": None}}
+    lines = [line(0, train_loss=2.0), line(10, batch_loss=1.0), line(20, train_loss=0.5, foresight=layers)]
+    text = shown(SeenRun("mine", 0, "running", lines, 1.0), config)
+    assert "20 of 90" in text
+    assert "20 iterations per second, 3.5 s left" in text
+    assert re.search("training loss  █▁  0.5", text)
+    rows = {words[1]: (words, row) for row in text.splitlines() if len(words := row.split()) > 4}
+    assert rows["0"][1].count("━") == 12  # half as far as the mark
+    assert rows["2"][1].count("━") == 29  # 24 up to the mark, which takes a place, and 5 beyond it
+    assert rows["0"][0][-4:-1] == ["0.50", "0.750", "0.250"]
+    assert rows["4"][0][-4:-1] == ["–", "–", "0.250"]
+    assert "iteration 20, produced against wanted" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "outcome", "text"),
+    [
+        ({}, "finished", "train with --foresight to see it"),
+        ({"consequentialist": False}, "running", "a plain optimiser foresees nothing"),
+        ({"foresight": True}, "running", "not read yet"),
+    ],
+)
+def test_what_is_not_there_is_said(options, outcome, text):
+    assert text in shown(SeenRun("mine", 0, outcome, [line(0, train_loss=2.0)], 0.0), replace(FAST, **options))
+    assert text in shown(SeenRun("mine", 0, outcome, [], 0.0), replace(FAST, **options))
+
+
+def test_a_finished_run_is_shown_once(tmp_path, capsys):
+    folder = run(replace(FAST, foresight=True), tmp_path / "train" / "mine" / "seed0")
+    run(FAST, tmp_path / "train" / "older" / "seed0")
+    os.utime(tmp_path / "train" / "older" / "seed0" / "metrics.jsonl", (1, 1))
+    for place in (folder.path, tmp_path):  # of several runs, the one that was written to last
+        assert cli.main(["watch", str(place)]) == 0
+        text = capsys.readouterr().out
+        assert "30 of 30, finished" in text
+        *_, last = folder.metrics()
+        assert f"{100 * last['test_accuracy']:.2f} %" in text
+        for layer in last["foresight"].values():
+            assert f"{layer['produced'] / layer['wanted']:.2f}" in text
+
+
+def test_a_terminal_is_live_until_the_run_ends(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path / "run")
+    console = Console(file=StringIO(), width=100, force_terminal=True)
+    monkeypatch.setattr(screen, "console", lambda: console)
+    steps = iter([lambda: folder.append(line(10, train_loss=0.25)), lambda: folder.finish({"outcome": "finished"})])
+    with folder.opened(FAST):
+        folder.append(line(0, train_loss=2.0))
+        monkeypatch.setattr(watch_command.time, "sleep", lambda seconds: next(steps)())
+        assert cli.main(["watch", str(folder.path)]) == 0
+    text = console.file.getvalue()
+    assert text.index("0 of 30") < text.index("10 of 30") < text.index("finished")
+    assert next(steps, None) is None
+
+
+def test_what_is_no_run_is_named(tmp_path, capsys):
+    assert cli.main(["watch", str(tmp_path)]) == 1
+    assert "has no runs: name the folder of a run" in capsys.readouterr().err
