@@ -368,8 +368,8 @@ class Consequentialism:
             both = {p for p in mine & other._layer_parameters() if other._groups.owns(p)}
             if both and (is_same or "backward" in (self.at, other.at)):
                 raise RuntimeError(
-                    f"{_names_of(other.optimizers) or 'another correction'} is attached to these layers already: "
-                    "they would be corrected twice. Keep the first correction, or detach() it."
+                    f"{_names_of(other.optimizers) or 'another correction'}: attached to these layers already, "
+                    "which would be corrected twice. Keep the first correction, or detach() it."
                 )
             if other.optimizers:
                 held = {layer: mine.intersection(its) for layer, its in self._parameters_by_layer().items()}
@@ -562,8 +562,10 @@ class Consequentialism:
             trained = [p for p in parameters if p.requires_grad]
             held = [p for p in trained if self._groups.owns(p)]
             if 0 < len(held) < len(trained):
-                weight_is_held = any(p is self._capture.units_of(layer)[0][0] for p in held)
-                self._reports.half_held(self._capture.names[layer], _names_of(self.optimizers), weight=weight_is_held)
+                names = {id(p): name for name, p in layer.named_parameters()}
+                missing = [p for p in trained if not self._groups.owns(p)]
+                parts = [[names.get(id(p), "weight or bias") for p in some] for some in (held, missing)]
+                self._reports.half_held(self._capture.names[layer], _names_of(self.optimizers), *parts)
                 return
 
     def _corrected_in_backward(

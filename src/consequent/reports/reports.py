@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,14 +158,14 @@ class Reports(Tally):
             "frozen", f"all layers to correct are frozen: {optimizer} stays as it is until one of them is trained"
         )
 
-    def half_held(self, name: str, optimizers: str, *, weight: bool) -> None:
-        """Of a layer's weight and bias, only one lies in an optimiser that this is attached to."""
-        held, missing = ("weight", "bias") if weight else ("bias", "weight")
+    def half_held(self, name: str, optimizers: str, held: Sequence[str], missing: Sequence[str]) -> None:
+        """Of a layer's parameters, only some lie in an optimiser that this is attached to."""
         self._warn_once(
             "half held",
-            f"{shown(name)}: {optimizers} holds its {held} and not its {missing}, which requires a gradient, too. The "
-            f"{held} is corrected as if the {missing} stood still. If another optimiser holds it, attach both at once: "
-            "consequent.attach([optimizer, the_other], model); if it is not trained, freeze it.",
+            f"{shown(name)}: {optimizers} holds its {' and '.join(held)} and not its {' and '.join(missing)}, which "
+            "requires a gradient, too. What it holds is corrected as if the rest stood still. If another optimiser "
+            "holds that, attach both at once: consequent.attach([optimizer, the_other], model); if it is not trained, "
+            "freeze it.",
         )
 
     def samples_in_doubt(self, doubt: str | None) -> None:

@@ -614,3 +614,14 @@ def test_gradients_that_are_differentiated_in_turn_are_told_of_in_the_backward_p
     torch.autograd.grad(loss, list(model.parameters()), create_graph=True)[0].sum().backward()
     with pytest.warns(consequent.ConsequentWarning, match="differentiated in turn"):
         optimizer.step()
+
+
+def test_what_is_missing_of_a_module_is_named():
+    model, _ = made(nn.RNN)
+    held = [p for name, p in model.named_parameters() if "_ih" in name or "readout" in name]
+    optimizer = torch.optim.SGD(held, lr=0.1)
+    consequent.attach(optimizer, model)
+    squares(model(normal(5, 4, 3))).sum().backward()
+    wanted = "holds its weight_ih_l0 and bias_ih_l0 and not its weight_hh_l0 and bias_hh_l0"
+    with pytest.warns(consequent.ConsequentWarning, match=wanted):
+        optimizer.step()

@@ -595,7 +595,7 @@ def test_looking_and_detaching(bounded):
     assert correction.optimizer is first
     with pytest.raises(RuntimeError, match="already attached to SGD and AdamW"):
         correction.attach(first)
-    with pytest.raises(RuntimeError, match="SGD and AdamW is attached to these layers already"):
+    with pytest.raises(RuntimeError, match="SGD and AdamW: attached to these layers already"):
         consequent.attach(second, model)
     first.param_groups[0]["lr"] = 1e4
     half_squares(model(inputs(4))).backward()
