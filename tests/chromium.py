@@ -45,3 +45,19 @@ def opener(browser, address):
         assert {url for url in requests if not url.startswith("data:")} == {address}
 
     return open_page, check
+
+
+@contextmanager
+def own_pages(opening, **usual):
+    """How a test opens pages of its own, by default with the usual options; they are closed and checked behind it."""
+    open_page, check = opening
+    pages = []
+
+    def open_own_page(**options):
+        pages.append(open_page(**(options or usual)))
+        return pages[-1]
+
+    yield open_own_page
+    for page in pages:
+        page.context.close()
+    check()

@@ -388,6 +388,8 @@ class Consequentialism:
     def _stop_watching(self) -> None:
         self._capture.remove()
         self._loss.remove()
+        self._rewriter.forget_recordings()
+        self._after_pass.remove()
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 

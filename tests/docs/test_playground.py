@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from chromium import launched, needs_chromium, opener, playwright
+from chromium import launched, needs_chromium, opener, own_pages, playwright
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -39,18 +39,8 @@ def opening(browser):
 
 @pytest.fixture
 def opened(opening):
-    """Opens a page of a test's own."""
-    open_page, check = opening
-    pages = []
-
-    def open_own_page(**options):
-        pages.append(open_page(**(options or DESKTOP)))
-        return pages[-1]
-
-    yield open_own_page
-    for page in pages:
-        page.context.close()
-    check()
+    with own_pages(opening, **DESKTOP) as open_own_page:
+        yield open_own_page
 
 
 @pytest.fixture(scope="module")

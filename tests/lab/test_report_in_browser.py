@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from chromium import launched, needs_chromium, opener, playwright
+from chromium import launched, needs_chromium, opener, own_pages, playwright
 from sample_findings import HOSTILE, findings
 
 from consequent_lab.report.check import checked
@@ -36,18 +36,8 @@ def opening(browser, address):
 
 @pytest.fixture
 def opened(opening):
-    """Opens a page of a test's own."""
-    open_page, check = opening
-    pages = []
-
-    def open_own_page(**options):
-        pages.append(open_page(**(options or DESKTOP)))
-        return pages[-1]
-
-    yield open_own_page
-    for page in pages:
-        page.context.close()
-    check()
+    with own_pages(opening, **DESKTOP) as open_own_page:
+        yield open_own_page
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ class Rewriter:
         self._capture = capture
         self._corrector = corrector
         self._groups = groups
-        self._engines: list[Engine] = [engine() for engine in ENGINES]
+        self.forget_recordings()
         self._reports = reports
         self._keeps_foresight = foresight
         self.bound = bound  # β
@@ -71,6 +71,10 @@ class Rewriter:
         self.divisor: float | None = None  # what its loss was taken to be divided by
         self.sides: dict[str, str] = {}  # on which each layer was solved last
         self.uncaptured: dict[str, str] = {}  # layers whose gradient comes from no product of theirs, and why
+
+    def forget_recordings(self) -> None:
+        """Start with new engines: recorded launches hold memory."""
+        self._engines: list[Engine] = [engine() for engine in ENGINES]
 
     def has_work(self, others: Iterable[StepCorrector]) -> bool:
         """Whether a backward pass was captured, on any rank, for the gradients now in ``.grad``.
@@ -200,9 +204,8 @@ class Rewriter:
             works.append(Work(record, damping, self._may_wait(record.weight), divisor, limit))
         by_record = {work.record: work for work in works}
         solved = []
-        for engine in (
-            self._engines[1:] if self._keeps_foresight else self._engines
-        ):  # kernels do not keep what was before
+        first = 1 if self._keeps_foresight else 0  # kernels do not keep what was before
+        for engine in self._engines[first:]:
             if not works:
                 break
             solutions = engine.solve(works)

@@ -1,9 +1,12 @@
 """`at="backward"` on a GPU: all weights of a pass are solved for at its end, with the numbers of one by one."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
+from recorder import Recorder
 from torch import nn
 
 pytest.importorskip("triton")
@@ -241,17 +244,6 @@ def test_what_is_not_finite_stays_in_the_gradients():
     assert correction.counters.steps == 1
 
 
-class Recorder:
-    """Like a CUDA graph: what is replayed reads where it read."""
-
-    replayed = 0
-
-    def record(self, work):
-        recording = Recorder()
-        recording.replay = lambda: (setattr(Recorder, "replayed", Recorder.replayed + 1), work())
-        return recording
-
-
 def test_recorded_launches_read_what_is_there_now_and_overwrite_no_gradient(monkeypatch):
     monkeypatch.setattr(dense, "MOST_ROWS", 3)
     if DEVICE.type == "cpu":
@@ -259,7 +251,7 @@ def test_recorded_launches_read_what_is_there_now_and_overwrite_no_gradient(monk
         monkeypatch.setattr(RowLaunches, "_replays_on", lambda self, device: replays)
     Recorder.replayed = 0
     model = network()
-    optimizer, _ = attached(model)
+    optimizer, correction = attached(model)
     kept = []
     for seed in range(6):
         x = torch.randn(7, 2, 4, 4, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
@@ -271,4 +263,11 @@ def test_recorded_launches_read_what_is_there_now_and_overwrite_no_gradient(monk
         assert all(torch.equal(*pair) for pair in zip(its, copies, strict=True))
     if DEVICE.type == "cpu":
         assert Recorder.replayed >= 3
+    memory = [weakref.ref(one) for its in correction._after_pass._launches._copies.values() for one in its]
+    assert memory
+    correction.detach()
+    if DEVICE.type == "cpu":
+        replays._pieces.clear()
+    gc.collect()
+    assert not any(one() is not None for one in memory), "what is recorded is let go"
     del optimizer

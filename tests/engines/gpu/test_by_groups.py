@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from recorder import Recorder
 from torch import nn
 
 pytest.importorskip("triton")
@@ -132,17 +133,6 @@ def test_what_is_not_finite_zeroes_all(bad):
     assert not is_finite
     assert all((gradient == 0).all() for gradient in found.values())
     assert set(counts.values()) == {0}
-
-
-class Recorder:
-    """Like a CUDA graph: what is replayed reads where it read."""
-
-    replayed = 0
-
-    def record(self, work):
-        recording = Recorder()
-        recording.replay = lambda: (setattr(Recorder, "replayed", Recorder.replayed + 1), work())
-        return recording
 
 
 def test_recorded_launches_read_what_is_there_now(monkeypatch):

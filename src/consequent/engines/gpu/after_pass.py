@@ -224,6 +224,13 @@ class AfterPass:
             for place, weight_grad, bias_grad in zip(places, weights.unbind(), biases.unbind(), strict=True):
                 many[place].weight_grad, many[place].bias_grad = weight_grad, bias_grad
 
+    def remove(self) -> None:
+        """Forget everything: recorded launches hold memory."""
+        self._passes.clear()
+        self._records.clear()
+        self._ordinary.clear()
+        self._ahead, self._launches = Ahead(), RowLaunches()
+
     def forget(self) -> None:
         """Drop what is left of passes that raised."""
         if not self._passes:
