@@ -5,7 +5,9 @@ forward, backward and step are captured once and replayed. What is captured is f
 numbers, and the addresses of the input buffers, into which every new batch is copied.
 """
 
+import gc
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +57,7 @@ class GraphedStep:
             return loss.detach()
 
         self._step = step  # holds the model and the optimiser, whose memory the graph writes to
+        self._graph: torch.cuda.CUDAGraph | None = None
         before = torch.cuda.current_stream()
         aside = torch.cuda.Stream()
         aside.wait_stream(before)
@@ -62,12 +65,35 @@ class GraphedStep:
             for _ in range(warm_up):
                 step()
         before.wait_stream(aside)
-        self._graph = torch.cuda.CUDAGraph()
+        self.capture()
+
+    def capture(self) -> None:
+        """Captures the step, or captures it anew: what was a plain number in it, such as a learning rate, has changed.
+
+        Not by torch.cuda.graph(), which collects garbage and gives the memory back each time: that costs more than all
+        else where a step is captured often. The new graph has the memory of the old one.
+        """
+        before, stream = torch.cuda.current_stream(), torch.cuda.Stream(priority=PRIORITY)
+        stream.wait_stream(before)
+        graph = torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle() if self._graph is None else self._graph.pool()
+        collects = gc.isenabled()
+        gc.disable()  # what is collected may be of CUDA, and must not be destroyed meanwhile
         try:
-            with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(priority=PRIORITY)):
-                self._loss = step()
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=pool)
+                try:
+                    self._loss = self._step()
+                except BaseException:
+                    with suppress(RuntimeError):  # it says once more that the capture failed
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         finally:
             torch.cuda.set_stream(before)  # a capture that fails leaves its own stream behind
+            if collects:
+                gc.enable()
+        self._graph = graph
 
     def __call__(self, *batch: Tensor) -> Tensor:
         """Trains on a batch, or again on the last one; the loss is overwritten by the next call."""
@@ -80,6 +106,7 @@ class GraphedStep:
                     "drop the last incomplete batch (drop_last=True)"
                 )
             buffer.copy_(tensor, non_blocking=True)
+        assert self._graph is not None
         self._graph.replay()
         return self._loss
 

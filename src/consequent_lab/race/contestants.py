@@ -20,6 +20,8 @@ from consequent_lab.race.task import Task
 
 Settings = dict[str, float]
 
+RMSPROP = 3  # what Shampoo's package calls it
+
 
 @dataclass(frozen=True)
 class Knob:
@@ -186,18 +188,20 @@ def soap(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> 
 
 
 def shampoo(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
-    """Returns Shampoo in blocks of 512 and grafted on SGD, its roots computed every 100 steps."""
+    """Returns Shampoo in blocks of 512, its steps as long as RMSProp's, its roots computed every 10 steps as SOAP's."""
     from pytorch_optimizer import ScalableShampoo
 
     return [
         ScalableShampoo(
             list(model.parameters()),
             lr=settings["lr"],
+            betas=(0.9, 0.95),
+            moving_average_for_momentum=True,
             weight_decay=decay_of(settings),
             decoupled_weight_decay=True,
-            start_preconditioning_step=25,
-            preconditioning_compute_steps=100,
-            statistics_compute_steps=10,
+            start_preconditioning_step=10,
+            preconditioning_compute_steps=10,
+            graft_type=RMSPROP,
         )
     ]
 
@@ -253,16 +257,16 @@ CONTESTANTS = {
         Contestant("Nesterov", as_it_is(nesterov), (lr(0.01),)),
         Contestant("Adam", as_it_is(adam), (lr(3e-4),), decay=Knob("decay", 1e-6, 1e-3, 1e-5)),
         Contestant("AdamW", as_it_is(adamw), (lr(3e-4),)),
-        Contestant("Muon", as_it_is(muon), (lr(2e-3), OTHER_LR), graphs=False),
+        Contestant("Muon", as_it_is(muon), (lr(2e-3), OTHER_LR)),
         Contestant("SOAP", as_it_is(soap), (lr(1e-3),), graphs=False),
-        Contestant("Shampoo", as_it_is(shampoo), (lr(0.01),), graphs=False),
+        Contestant("Shampoo", as_it_is(shampoo), (lr(3e-4),), graphs=False),
         Contestant("K-FAC", as_it_is(kfac), (lr(3e-4), Knob("damping", 1e-4, 1e-1, 3e-3)), graphs=False),
         Contestant("FOOF", as_it_is(foof), (lr(0.03), Knob("damping", 0.03, 30.0, 1.0)), graphs=False),
         Contestant("C-SGD", corrected(sgd), (lr(0.1), RELATIVE_DAMPING)),
         Contestant("C-Nesterov", corrected(nesterov), (lr(0.01), RELATIVE_DAMPING)),
         Contestant("C-Adam", corrected(adam), (lr(3e-4), RELATIVE_DAMPING), decay=Knob("decay", 1e-6, 1e-3, 1e-5)),
         Contestant("C-AdamW", corrected(adamw), (lr(3e-4), RELATIVE_DAMPING)),
-        Contestant("C-Muon", corrected(muon), (lr(2e-3), OTHER_LR), graphs=False),
+        Contestant("C-Muon", corrected(muon), (lr(2e-3), OTHER_LR)),
         Contestant(
             "Newton-Muon",
             corrected(muon, relative_damping=0.2, averaging=0.95, refresh=32),
@@ -271,9 +275,7 @@ CONTESTANTS = {
         ),
         Contestant("Nesterov-BN", as_it_is(nesterov), (lr(0.1),), variant="BN"),
         Contestant("AdamW-BN", as_it_is(adamw), (lr(1e-3),), variant="BN"),
-        Contestant(
-            "Muon-BN", as_it_is(muon), (lr(0.02), Knob("other_lr", 3e-5, 1e-2, 1e-3)), variant="BN", graphs=False
-        ),
+        Contestant("Muon-BN", as_it_is(muon), (lr(0.02), Knob("other_lr", 3e-5, 1e-2, 1e-3)), variant="BN"),
     )
 }
 

@@ -27,6 +27,10 @@ class Data:
         """Returns the same on a device."""
         return Data(*(tensor.to(device) for tensor in self._tensors()))
 
+    def first(self, samples: int) -> "Data":
+        """Returns the first of the training data, and all test data."""
+        return Data(self.train_inputs[:samples], self.train_targets[:samples], self.test_inputs, self.test_targets)
+
     def with_validation(self) -> "Data":
         """Returns the training data alone, its last tenth as the test data: a search is not to see the real ones."""
         kept = len(self.train_inputs) - max(1, len(self.train_inputs) // 10)
@@ -60,6 +64,7 @@ class Task:
         epochs: of a run; the last batch of an epoch is dropped if it is not full.
         evaluations: in a run, evenly spread; the learning rate stays the same from one to the next.
         search_epochs: of a trial in the search, if fewer.
+        search_samples: how many of the training data a search has, if not all.
         loss_reduction: what the loss is divided by, as `consequent.attach` wants it.
         augment: what becomes of the training inputs in every epoch.
         searches_decay: whether weight decay is a knob of every contestant.
@@ -80,6 +85,7 @@ class Task:
     evaluations: int
     reported: tuple[Measure, ...] = ()
     search_epochs: int | None = None
+    search_samples: int | None = None
     loss_reduction: str = "mean"
     augment: Augmentation | None = None
     searches_decay: bool = False
@@ -112,6 +118,7 @@ class Task:
             "evaluations": self.evaluations,
             "search_epochs": self.search_epochs,
             "settings_from": self.settings_from,
+            **({} if self.search_samples is None else {"search_samples": self.search_samples}),
         }
 
     def with_epochs(self, epochs: int) -> "Task":

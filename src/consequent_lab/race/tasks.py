@@ -84,9 +84,10 @@ def resnet(augmented: bool) -> Task:
         reported=(Final("train_loss"), Final("train_accuracy", rising=True)),
         contestants=DECAYED[:7] + WITH_BATCH_NORM + DECAYED[7:],
         batch_size=128,
-        epochs=100,
-        evaluations=50,
+        epochs=60,
+        evaluations=30,
         search_epochs=24,
+        search_samples=20_000,
         augment=sources.crop_and_flip,
         searches_decay=True,
         starts=RESNET_STARTS,
@@ -104,6 +105,7 @@ def resnet(augmented: bool) -> Task:
         epochs=30,
         evaluations=60,
         search_epochs=None,
+        search_samples=None,
         augment=None,
         searches_decay=False,
     )
@@ -324,6 +326,7 @@ def tiny_form(task: Task) -> Task:
         epochs=2,
         evaluations=2,
         search_epochs=None,
+        search_samples=None,
         settings_from=None if task.settings_from is None else f"{task.settings_from}-tiny",
     )
 

@@ -94,6 +94,7 @@ def trained(start, loop, at):
 LOOPS = [plainly, with_a_schedule, with_edits, with_batches_of_two_sizes, with_gradients_that_stay]
 
 
+@pytest.mark.usefixtures("bounded")
 @pytest.mark.filterwarnings("ignore::consequent.ConsequentWarning")
 @pytest.mark.parametrize("at", ["step", "backward"])
 @pytest.mark.parametrize("loop", LOOPS)
