@@ -15,7 +15,7 @@ WORST = 1e9  # the score of a run that diverged
 class TimeTo:
     """How soon a metric is at its target; among those that never are, how far from it they end.
 
-    >>> curve = [{"step": 0, "loss": 2.0}, {"step": 5, "loss": 0.4}, {"step": 10, "loss": 0.2}]
+    >>> curve = [{"iteration": 0, "loss": 2.0}, {"iteration": 5, "loss": 0.4}, {"iteration": 10, "loss": 0.2}]
     >>> TimeTo("loss", 0.5).score(curve, 10), TimeTo("loss", 0.1).score(curve, 10)
     (0.5, 1.2)
     """
@@ -29,7 +29,7 @@ class TimeTo:
 
     def arrival(self, curve: Curve) -> int | None:
         """Returns the step of the first evaluation at the target."""
-        return next((int(line["step"]) for line in curve if self._is_there(line[self.metric])), None)
+        return next((int(line["iteration"]) for line in curve if self._is_there(line[self.metric])), None)
 
     def score(self, curve: Curve, steps: int) -> float:
         """Returns the fraction of all steps that it takes, or 1 and what is missing."""
@@ -52,7 +52,7 @@ class TimeTo:
 class Final:
     """A metric at the end of the run.
 
-    >>> Final("test_accuracy", rising=True).score([{"step": 0, "test_accuracy": 0.1}], 10)
+    >>> Final("test_accuracy", rising=True).score([{"iteration": 0, "test_accuracy": 0.1}], 10)
     -0.1
     """
 
@@ -78,7 +78,7 @@ class Final:
 class Best(Final):
     """A metric where it was best in the run.
 
-    >>> curve = [{"step": 0, "test_accuracy": 0.5}, {"step": 1, "test_accuracy": 0.4}]
+    >>> curve = [{"iteration": 0, "test_accuracy": 0.5}, {"iteration": 1, "test_accuracy": 0.4}]
     >>> Best("test_accuracy", rising=True).score(curve, 1)
     -0.5
     """

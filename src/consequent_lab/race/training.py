@@ -63,7 +63,7 @@ class Run:
                     self.learner.learn(self.learner.batch(done))
                     done += 1
             except (StandstillError, LinAlgError):  # what numbers that are not finite end in
-                yield dict.fromkeys(line, math.nan) | {"step": done}
+                yield dict.fromkeys(line, math.nan) | {"iteration": done}
                 return
             line = self._evaluated(done)
             yield line
@@ -76,7 +76,7 @@ class Run:
         return partial(self.learner.learn, self.learner.batch(0))
 
     def _evaluated(self, step: int) -> dict[str, float]:
-        line: dict[str, float] = {"step": step}
+        line: dict[str, float] = {"iteration": step}
         for name, samples in (("train", self._data.train[: self._task.evaluated]), ("test", self._data.test)):
             if not len(samples):
                 continue

@@ -35,7 +35,7 @@ def test_training_is_what_one_would_write_by_hand():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter -= rate * gradient
     expected = nn.functional.cross_entropy(model(data.train.inputs), data.train.targets).item()
-    assert [line["step"] for line in points] == [0, 4, 8]
+    assert [line["iteration"] for line in points] == [0, 4, 8]
     assert points[-1]["train_loss"] == pytest.approx(expected, rel=1e-5)
 
 
@@ -122,7 +122,7 @@ def test_a_search_does_not_see_the_test_data():
 def test_everybody_runs(task):
     for name in TASKS[task].contestants:
         points, _ = curve(name, task=task_named(task, tiny=True))
-        assert [line["step"] for line in points] == [0, 4, 8], name
+        assert [line["iteration"] for line in points] == [0, 4, 8], name
         assert points[-1]["train_loss"] < 1e4, name
 
 
