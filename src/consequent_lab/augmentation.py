@@ -1,4 +1,4 @@
-"""Training images that are moved and mirrored at random, otherwise in every iteration of a run."""
+"""Training images that are moved and mirrored at random, otherwise in every epoch of a run."""
 
 from collections.abc import Collection
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-MARGIN = 8  # an image is moved by up to its size divided by this
+MARGIN = 8  # an image is moved by up to its shorter side divided by this
 
 
 def moved_and_mirrored(images: Tensor, kinds: Collection[str], generator: torch.Generator) -> Tensor:
@@ -26,18 +26,18 @@ def moved_and_mirrored(images: Tensor, kinds: Collection[str], generator: torch.
     [(1.0, 2.0, 3.0, 4.0), (2.0, 1.0, 4.0, 3.0)]
     """
     count, channels, height, width = images.shape
-
-    def draw(below: int) -> Tensor:
-        return torch.randint(0, below, (count, 1), generator=generator, device=images.device)
-
-    rows = torch.arange(height, device=images.device).expand(count, -1)
-    columns = torch.arange(width, device=images.device).expand(count, -1)
-    if "flip" in kinds:
-        columns = torch.where(draw(2) == 1, columns.flip(1), columns)
+    device = images.device
+    down = right = torch.zeros(count, dtype=torch.int64, device=device)
     if "crop" in kinds:
-        down, right = max(1, height // MARGIN), max(1, width // MARGIN)
-        images = F.pad(images, (right, right, down, down))
-        rows, columns = rows + draw(2 * down + 1), columns + draw(2 * right + 1)
-    places = torch.arange(count, device=images.device)[:, None, None, None]
-    channel = torch.arange(channels, device=images.device)[None, :, None, None]
-    return images[places, channel, rows[:, None, :, None], columns[:, None, None, :]]
+        margin = max(1, min(height, width) // MARGIN)
+        images = F.pad(images, (margin,) * 4)
+        down, right = torch.randint(0, 2 * margin + 1, (2, count), generator=generator, device=device)
+    columns = torch.arange(width, device=device).expand(count, width)
+    if "flip" in kinds:
+        mirrored = torch.rand(count, generator=generator, device=device) < 0.5
+        columns = torch.where(mirrored[:, None], columns.flip(1), columns)
+    columns = columns + right[:, None]
+    rows = torch.arange(height, device=device) + down[:, None]
+    image = torch.arange(count, device=device)[:, None, None, None]
+    channel = torch.arange(channels, device=device)[None, :, None, None]
+    return images[image, channel, rows[:, None, :, None], columns[:, None, None, :]]

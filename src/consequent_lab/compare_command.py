@@ -47,7 +47,7 @@ class Compare:
             write_tensorboard(self.tensorboard, runs)
             screen.print(f"Scalars: tensorboard --logdir {self.tensorboard}", markup=False, soft_wrap=True)
         if self.figure is not None:
-            from consequent_lab.comparison_figure import draw_comparison
+            from consequent_lab.figures import draw_comparison
 
             draw_comparison(self.figure, runs)
             screen.print(f"Curves: {self.figure}", markup=False, soft_wrap=True)

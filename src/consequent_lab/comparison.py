@@ -17,6 +17,7 @@ from rich.text import Text
 
 from consequent_lab.numbers import three_digits
 from consequent_lab.progress import shown_seconds
+from consequent_lab.race.curves import unpacked
 from consequent_lab.runs import RunFolder
 from consequent_lab.train_config import TrainConfig
 
@@ -61,7 +62,8 @@ class SeenRun:
 
 
 def _has(line: Line, name: str) -> bool:
-    return line.get(name) is not None
+    value = line.get(name)
+    return value is not None and value == value
 
 
 TRAINING_LOSS = ("train_loss", "epoch_loss", "running_loss", "batch_loss")
@@ -110,9 +112,7 @@ def _in_file(path: Path) -> Iterator[SeenRun]:
 
     lines = read_lines(path) if path.suffix in (".jsonl", ".gz") else []
     if lines and "kind" in lines[0]:
-        for line in lines:
-            if line["kind"] == "final":
-                yield _of_race(line)
+        yield from finals_of(lines)
         return
     if path.suffix == ".jsonl":
         from consequent_lab.paper.archive import UNFINISHED, read_compact
@@ -123,15 +123,19 @@ def _in_file(path: Path) -> Iterator[SeenRun]:
             yield SeenRun(f"{run.recipe}/{run.variant}", run.seed, state, run.lines, run.outcome["seconds"])
 
 
-def _of_race(final: Line) -> SeenRun:
-    curve = final["curve"]
-    names = [name for name in curve if name != "step"]
-    lines = [
-        {"iteration": step, **{name: curve[name][place] for name in names}} for place, step in enumerate(curve["step"])
-    ]
-    diverged = any(curve[name][-1] is None for name in names)
-    label = f"{final['recipe']['task']}/{final['contestant']}"
-    return SeenRun(label, final["seed"], "diverged" if diverged else "finished", lines, final["seconds"])
+def finals_of(lines: Sequence[Line]) -> Iterator[SeenRun]:
+    """Yields the finals among the lines of a race, in seconds as well where eager steps were timed."""
+    timed = {line["contestant"]: line["milliseconds"] for line in lines if line["kind"] == "time"}
+    for final in lines:
+        if final["kind"] != "final":
+            continue
+        curve: list[Line] = unpacked(final["curve"])
+        outcome = "diverged" if any(value != value for value in curve[-1].values()) else "finished"
+        if "eager" in (milliseconds := timed.get(final["contestant"], {})):
+            pace = milliseconds["eager"]["median"] / 1e3
+            curve = [{**line, "seconds": pace * line["iteration"]} for line in curve]
+        label = f"{final['recipe']['task']}/{final['contestant']}"
+        yield SeenRun(label, final["seed"], outcome, curve, final["seconds"])
 
 
 def by_label(runs: Sequence[SeenRun]) -> dict[str, list[SeenRun]]:

@@ -1,7 +1,7 @@
 """`consequent demo`: the finals of a small race on data that needs no download, in half a minute on two cores."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -57,10 +57,11 @@ class Demo:
         workers = self.workers or min(cores(), 5)
         if workers > 1:
             start_importing("consequent_lab.race.running")
-        from consequent_lab.demo_table import results_table
-        from consequent_lab.figures import draw_race
+        from consequent_lab.comparison import finals_of
+        from consequent_lab.figures import draw_comparison
         from consequent_lab.race.results import Results
         from consequent_lab.race.running import Conditions
+        from consequent_lab.race.table import terminal_table
         from consequent_lab.race.tasks import DEMO
         from consequent_lab.screen import console
 
@@ -75,9 +76,11 @@ class Demo:
         with TemporaryDirectory() as folder:
             results = Results.of(task, Path(folder))
             self._race(conditions, workers, results, screen)
-        screen.print(results_table(results))
+        results.task = replace(task, settings_from="`consequent race demo`")
+        screen.print(terminal_table(results))
         numbers = self.output.with_suffix(".json")
-        draw_race(self.output, results)
+        runs = [replace(run, label=run.label.removeprefix(f"{task.name}/")) for run in finals_of(results.lines)]
+        draw_comparison(self.output, runs)
         write_json(numbers, {**provenance(workers), "title": task.title, "lines": results.lines})
         screen.print(f"Picture: {self.output}   Numbers: {numbers}   Time: {time.perf_counter() - start:.0f} s")
 

@@ -1,68 +1,78 @@
-"""The picture of the demo."""
+"""Runs as curves in one picture."""
 
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from consequent_lab.demo_table import demo_rows, epochs_to_target, seconds_per_step
-from consequent_lab.race.measures import TimeTo
-from consequent_lab.race.results import Results
+from consequent_lab.comparison import TEST_ACCURACY, TEST_LOSS, TRAINING_LOSS, SeenRun, by_label
 from consequent_lab.records import write_atomically
 
-# Okabe and Ito's colours, told apart by colour-blind readers too: one hue for an optimiser and its C- version.
-COLOURS = {"SGD": "#0072B2", "Adam": "#009E73", "Muon": "#D55E00"}
 INK = "#333333"
+# Okabe and Ito's colours, told apart by colour-blind readers too; the dashes tell more runs than colours apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", INK)
 FAINT = "#777777"
+DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
 
 
-def draw_race(path: Path, results: Results) -> None:
-    """Draws training loss against epochs and against seconds.
+def draw_comparison(path: Path, runs: Sequence[SeenRun]) -> None:
+    """Draws training loss against iterations and seconds, and what the test set says against iterations.
 
-    Lines are medians over the seeds, bands their range, dots the median crossing of the target loss.
+    A line is the median over seeds, a band their range, where several were read at the same iterations.
 
     Args:
-        path: the PNG file to write.
-        results: of the demo.
+        path: the file to write; its ending is the format (png, svg, pdf).
+        runs: what to draw.
     """
-    measure = results.task.measure
-    assert isinstance(measure, TimeTo)
-    figure = Figure(figsize=(11.5, 4.6), layout="constrained")
+    test = TEST_ACCURACY if any(run.curve(*TEST_ACCURACY) for run in runs) else TEST_LOSS
+    groups = by_label(runs)
+    styles = _styles(groups)
+    figure = Figure(figsize=(14, 4.6 + 0.22 * math.ceil(len(groups) / 3)), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, label in zip(panels, ("epochs", "seconds of training, one thread"), strict=True):
-        axes.set(yscale="log", xlabel=label)
-        axes.axhline(measure.target, color=FAINT, linewidth=0.8, linestyle=":")
+    panels = figure.subplots(1, 3)
+    words = ["training loss", "training loss", "test accuracy" if test is TEST_ACCURACY else "test loss"]
+    for axes, readings, by, word in zip(
+        panels, (TRAINING_LOSS, TRAINING_LOSS, test), ("iteration", "seconds", "iteration"), words, strict=True
+    ):
+        for label, group in groups.items():
+            _draw(axes, [run.curve(*readings, by=by) for run in group], styles[label])
+        axes.set_ylabel(word)
+        axes.set_xlabel("iterations" if by == "iteration" else "seconds of training")
+        if "accuracy" not in word and any(line.get_ydata().size for line in axes.lines):
+            axes.set_yscale("log")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(which="both", labelleft=True, colors=INK)
+        axes.tick_params(which="both", colors=INK)
         axes.grid(alpha=0.2)
-        for name in (cells[0] for cells in demo_rows(results)):
-            finals = results.finals(name)
-            per_epoch = finals[0]["steps"] / results.task.epochs
-            unit = 1 / per_epoch if label == "epochs" else seconds_per_step(results, name)
-            length = min(len(line["curve"]["step"]) for line in finals)
-            position = unit * np.array(finals[0]["curve"]["step"][:length])
-            losses = np.array([line["curve"]["train_loss"][:length] for line in finals], dtype=float)
-            crossing = unit * per_epoch * epochs_to_target(results, name).median
-            reached = f"{crossing:.2g}" if np.isfinite(crossing) else "target not reached"
-            is_ours = name.startswith("C-")
-            colour = COLOURS[name.removeprefix("C-")]
-            axes.plot(
-                position,
-                np.median(losses, axis=0),
-                color=colour,
-                linestyle="-" if is_ours else (0, (4, 2)),
-                linewidth=2.0 if is_ours else 1.6,
-                label=f"{name}: {reached}",
-            )
-            axes.fill_between(position, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.12, linewidth=0)
-            if np.isfinite(crossing):
-                axes.plot(crossing, measure.target, "o", color=colour, markerfacecolor=colour if is_ours else "white")
-        title = f"{'epochs' if label == 'epochs' else 'seconds'} to loss {measure.target:g}"
-        axes.legend(title=title, loc="upper right", fontsize=9, frameon=False, handlelength=2.6, labelcolor=INK)
-    panels[0].set_ylabel("training loss")
-    figure.suptitle("A deep plain network on handwritten digits, every optimiser with settings of its own search")
-    seeds = len(results.finals(results.task.contestants[0]))
-    figure.supxlabel(f"Lines: median of {seeds} seeds. Bands: their range.", fontsize=9.5, color=FAINT)
-    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=150))
+    handles = [panels[0].plot([], [], label=label, **styles[label])[0] for label in groups]
+    figure.legend(handles=handles, loc="outside lower left", ncols=3, frameon=False, fontsize=9, labelcolor=INK)
+    write_atomically(path, lambda file: figure.savefig(file, format=path.suffix[1:], dpi=150))
+
+
+def _styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Returns a colour for an optimiser and its C- version, and other dashes for the second of both."""
+    styles: dict[str, dict[str, Any]] = {}
+    seen: dict[str, int] = {}  # by the plain one's label
+    for label in labels:
+        plain = label.replace("C-", "")
+        is_second = plain in seen
+        number = seen.setdefault(plain, len(seen))
+        styles[label] = {"color": COLOURS[number % 7], "linestyle": DASHES[(number // 7 + is_second) % 3]}
+    return styles
+
+
+def _draw(axes: Axes, curves: list[list[tuple[float, float]]], style: dict[str, Any]) -> None:
+    curves = [curve for curve in curves if curve]
+    if not curves:
+        return
+    length = min(map(len, curves))
+    places = np.array([[place for place, _ in curve[:length]] for curve in curves])
+    values = np.array([[value for _, value in curve[:length]] for curve in curves])
+    middle = np.median(places, axis=0)
+    axes.plot(middle, np.median(values, axis=0), linewidth=1.8, **style)
+    if len(curves) > 1:
+        axes.fill_between(middle, values.min(0), values.max(0), color=style["color"], alpha=0.15, linewidth=0)

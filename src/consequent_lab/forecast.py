@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
+from consequent_lab.configured import ConfiguredLearner
 from consequent_lab.datasets import Dataset, load
-from consequent_lab.learner import Learner
 from consequent_lab.paper.archive import Archive
 from consequent_lab.paper.recipes import Job, Race, Recipe, Step
+from consequent_lab.samples import evaluate, usual_loss
 from consequent_lab.train_config import TrainConfig
-from consequent_lab.training_metrics import evaluate
 
 TIMED_SECONDS = 0.3  # of training, for every kind of run
 TIMED_STEPS = 20  # at most
@@ -108,9 +108,11 @@ def measured_cost(device: str, data: Path | None) -> Callable[[TrainConfig], Cos
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            Learner(config, few, torch.device(device)).settle()  # the first one pays for what is only done once
+            ConfiguredLearner(
+                config, few, torch.device(device)
+            ).settle()  # the first one pays for what is only done once
             start = time.perf_counter()
-            learner = Learner(config, few, torch.device(device))
+            learner = ConfiguredLearner(config, few, torch.device(device))
             learner.settle()
             return _timed(learner, time.perf_counter() - start, len(dataset.test_labels))
         finally:
@@ -119,20 +121,20 @@ def measured_cost(device: str, data: Path | None) -> Callable[[TrainConfig], Cos
     return cost
 
 
-def _timed(learner: Learner, start_up: float, test_samples: int) -> Cost:
-    indices = torch.arange(learner.config.batch_size, device=learner.device)
-    _wait(learner.device)
+def _timed(learner: ConfiguredLearner, start_up: float, test_samples: int) -> Cost:
+    device = learner.samples.device
+    _wait(device)
     start, steps = time.perf_counter(), 0
     while steps < TIMED_STEPS and time.perf_counter() - start < TIMED_SECONDS:
-        learner.step(indices, steps, TIMED_STEPS)
+        learner.step(steps, TIMED_STEPS)
         steps += 1
-    _wait(learner.device)
+    _wait(device)
     step = (time.perf_counter() - start) / steps
     start = time.perf_counter()
-    evaluate(learner.model, learner.test_samples)
-    _wait(learner.device)
+    evaluate(learner.model, learner.test_samples, usual_loss)
+    _wait(device)
     sample = (time.perf_counter() - start) / len(learner.test_samples)
-    return Cost(start_up, step, sample, len(learner.train_samples), test_samples)
+    return Cost(start_up, step, sample, len(learner.samples), test_samples)
 
 
 def _wait(device: torch.device) -> None:

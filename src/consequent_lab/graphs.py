@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from consequent_lab.optimizers import Optimizers
+
 # PyTorch asks for at least 3 eager steps; the correction looks at its layers in the first ones.
 WARM_UP_STEPS = 5
 
@@ -41,7 +43,7 @@ class GraphedStep:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Optimizers,
         compute_loss: Callable[..., Tensor],
         batch: tuple[Tensor, ...],
         warm_up: int = WARM_UP_STEPS,
@@ -111,7 +113,7 @@ class GraphedStep:
         return self._loss
 
 
-def _check(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, ...]) -> None:
+def _check(model: nn.Module, optimizer: Optimizer | Optimizers, batch: tuple[Tensor, ...]) -> None:
     tensors = {"the model": next(model.parameters()), **{f"batch[{place}]": t for place, t in enumerate(batch)}}
     for name, tensor in tensors.items():
         if not tensor.is_cuda:

@@ -15,6 +15,22 @@ SECONDS_BETWEEN_LINES = 15.0
 SECONDS_BETWEEN_REFRESHES = 0.25
 
 
+class Watcher:
+    """Is told how a run gets on; this one tells nobody."""
+
+    def started(self, iteration: int, total: int) -> None:
+        """The run starts, or goes on, at this iteration out of so many."""
+
+    def advanced(self, iteration: int) -> None:
+        """So many iterations are done; on a GPU, are handed over. Called often."""
+
+    def read(self, line: dict[str, Any]) -> None:
+        """A line of metrics was written."""
+
+    def ended(self, outcome: dict[str, Any], *, skipped: bool) -> None:
+        """The run is done, or was done before."""
+
+
 class ProgressBoard(LiveDisplay):
     """Shows any number of runs.
 
@@ -45,7 +61,7 @@ class ProgressBoard(LiveDisplay):
         return RunLine(name, self._screen, self._bars, self._clock)
 
 
-class RunLine:
+class RunLine(Watcher):
     """Iterations per second, loss, accuracy and time left of one run."""
 
     def __init__(self, name: str, screen: Console, bars: Bars | None, clock: Callable[[], float]) -> None:

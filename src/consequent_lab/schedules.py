@@ -1,8 +1,17 @@
-"""The learning rate of every iteration."""
+"""The learning rate of every iteration, as a fraction of its peak."""
 
 import math
 
 from consequent_lab.train_config import TrainConfig
+
+
+def cosine(iteration: int, total: int) -> float:
+    """Returns half a cosine from 1 to 0.
+
+    >>> cosine(0, 10), round(cosine(5, 10), 6)
+    (1.0, 0.5)
+    """
+    return 0.5 * (1 + math.cos(math.pi * iteration / total))
 
 
 def rate_factor(config: TrainConfig, iteration: int, total: int) -> float:
@@ -21,4 +30,4 @@ def rate_factor(config: TrainConfig, iteration: int, total: int) -> float:
         return (iteration + 1) / config.warm_up
     if config.schedule == "constant":
         return 1.0
-    return (1 + math.cos(math.pi * (iteration - config.warm_up) / (total - config.warm_up))) / 2
+    return cosine(iteration - config.warm_up, total - config.warm_up)

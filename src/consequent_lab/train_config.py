@@ -43,8 +43,8 @@ class TrainConfig:
     weight_decay: float = 0.0
     """How fast weights shrink: by lr times this in every step, beside the correction (rmsprop: its own L2 penalty)."""
     augment: tuple[Literal["crop", "flip"], ...] = ()
-    """Of every training image: crop, a window of it, moved by up to an eighth; flip, the mirror image of every other.
-    """
+    """In every epoch, of every training image: crop, a window of it, moved by up to an eighth; flip, the mirror image
+    of every other."""
     head_lr_factor: float = 1.0
     """The last layer's learning rate is this times the others'."""
     momentum: float = 0.95

@@ -27,56 +27,23 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from consequent_lab.configured import ConfiguredLearner
 from consequent_lab.datasets import Dataset, held_out, load
-from consequent_lab.learner import Learner, permutation
 from consequent_lab.own_code import own_data
+from consequent_lab.progress import Watcher
 from consequent_lab.rank_group import RankGroup
 from consequent_lab.rounding import tf32
 from consequent_lab.runs import RunFolder, environment
+from consequent_lab.samples import evaluate, usual_loss
 from consequent_lab.schedules import rate_factor
 from consequent_lab.train_config import TrainConfig, is_own
-from consequent_lab.training_metrics import evaluate
-
-__all__ = ["TrainConfig", "Unwatched", "Watcher", "train"]
 
 SECONDS_BETWEEN_CHECKPOINTS = 60.0  # at most
-
-
-class Watcher(Protocol):
-    """Is told how a run gets on."""
-
-    def started(self, iteration: int, total: int) -> None:
-        """The run starts, or goes on, at this iteration out of so many."""
-
-    def advanced(self, iteration: int) -> None:
-        """So many iterations are done; on a GPU, are handed over. Called often."""
-
-    def read(self, line: dict[str, Any]) -> None:
-        """A line of metrics was written."""
-
-    def ended(self, outcome: dict[str, Any], *, skipped: bool) -> None:
-        """The run is done, or was done before."""
-
-
-class Unwatched:
-    """Tells nobody."""
-
-    def started(self, iteration: int, total: int) -> None:
-        """Nothing."""
-
-    def advanced(self, iteration: int) -> None:
-        """Nothing."""
-
-    def read(self, line: dict[str, Any]) -> None:
-        """Nothing."""
-
-    def ended(self, outcome: dict[str, Any], *, skipped: bool) -> None:
-        """Nothing."""
 
 
 def train(
@@ -102,7 +69,7 @@ def train(
         ValueError: if the folder holds another run or a damaged file, or the config does not fit the data.
         KeyboardInterrupt: on Ctrl-C, after a checkpoint was written; at once on a second one.
     """
-    watcher = watcher or Unwatched()
+    watcher = watcher or Watcher()
     with folder.opened(config), tf32(allowed=config.tf32):
         outcome = folder.outcome()
         if outcome is not None:
@@ -130,16 +97,14 @@ class _Training:
         watcher: Watcher,
         ranks: RankGroup | None,
     ) -> None:
-        samples = len(dataset.train_labels)
-        if samples < config.batch_size:
-            raise ValueError(f"batch_size {config.batch_size} is more than the {samples} training samples")
         self._config = config
         self._folder = folder
         self._device = device
         self._watcher = watcher
         self._ranks = ranks
         self._has_classes = dataset.classes is not None
-        self._per_epoch = samples // config.batch_size
+        self._learner = ConfiguredLearner(config, dataset, device, ranks)
+        self._per_epoch = self._learner.per_epoch
         self._total = config.total_iterations(self._per_epoch)
         if config.warm_up >= self._total:
             raise ValueError(f"warm_up {config.warm_up} must be less than the {self._total} iterations of the run")
@@ -148,9 +113,7 @@ class _Training:
         self._seconds = 0.0
         self._saved_at = time.perf_counter()
         self._interruption = _Interruption()
-        self._order: tuple[int, Tensor] | None = None  # an epoch and its order of samples
         self._remembered: Tensor | None = None  # what of the training set was correct at the last evaluation
-        self._learner = Learner(config, dataset, device, ranks)
         if state is not None:
             self._take_over(state)
         self._learner.settle(None if state is None else state["learner"])
@@ -206,15 +169,9 @@ class _Training:
 
     def _advance(self, stop: int) -> None:
         """Trains up to an iteration, or until a checkpoint is due, without waiting for the device in between."""
-        learner, size = self._learner, self._config.batch_size
         start = time.perf_counter()
         while self._iteration < stop:
-            epoch, place = divmod(self._iteration, self._per_epoch)
-            if place == 0:
-                learner.tally.begin_epoch()
-            learner.step(self._order_of(epoch)[place * size : (place + 1) * size], self._iteration, self._total)
-            if place == self._per_epoch - 1:
-                learner.tally.end_epoch()
+            self._learner.step(self._iteration, self._total)
             self._iteration += 1
             self._watcher.advanced(self._iteration)
             if self._ranks is None and (self._interruption.came or self._is_late):
@@ -222,12 +179,6 @@ class _Training:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._seconds += time.perf_counter() - start
-
-    def _order_of(self, epoch: int) -> Tensor:
-        if self._order is None or self._order[0] != epoch:
-            samples = len(self._learner.train_samples)
-            self._order = epoch, permutation(self._config.seed, epoch, samples, self._device)
-        return self._order[1]
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
@@ -277,12 +228,12 @@ class _Training:
         readings: dict[str, float] = {}
         self._learner.share_buffers()
         if self._config.evaluate_training:
-            training = evaluate(self._learner.model, self._learner.train_samples)
+            training = evaluate(self._learner.model, self._learner.samples, usual_loss)
             readings |= {"train_loss": training.loss, "train_accuracy": training.accuracy}
             if self._remembered is not None:
                 readings["forgotten"] = training.forgotten_since(self._remembered)
             self._remembered = training.correct
-        test = evaluate(self._learner.model, self._learner.test_samples)
+        test = evaluate(self._learner.model, self._learner.test_samples, usual_loss)
         name = "validation" if self._config.validation else "test"
         return readings | {f"{name}_loss": test.loss, f"{name}_accuracy": test.accuracy}
 

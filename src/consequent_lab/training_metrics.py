@@ -1,72 +1,15 @@
 """What is read while a model trains. Counting stays on the device; the host waits only where it reads."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-EVALUATED_AT_ONCE = 2000  # samples
-
-
-class Samples:
-    """Inputs and labels on a device, to be taken in any order.
-
-    Args:
-        inputs: a row of features, or an image, per sample.
-        labels: their classes.
-        channels_last: hand out images in this memory format; they are kept in it, so that taking some copies once.
-    """
-
-    def __init__(self, inputs: Tensor, labels: Tensor, *, channels_last: bool = False) -> None:
-        self._inputs = inputs.permute(0, 2, 3, 1).contiguous() if channels_last else inputs
-        self._channels_last = channels_last
-        self.labels = labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the inputs and labels of these samples."""
-        return self._shown(self._inputs.index_select(0, indices)), self.labels.index_select(0, indices)
-
-    def in_order(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields all inputs and labels, a few at a time."""
-        for inputs, labels in zip(
-            self._inputs.split(EVALUATED_AT_ONCE), self.labels.split(EVALUATED_AT_ONCE), strict=True
-        ):
-            yield self._shown(inputs), labels
-
-    def _shown(self, inputs: Tensor) -> Tensor:
-        return inputs.permute(0, 3, 1, 2) if self._channels_last else inputs
-
-
-def loss_of(outputs: Tensor, targets: Tensor, reduction: Literal["mean", "sum"]) -> Tensor:
-    """Returns the loss over samples: cross-entropy of classes, half of the squared error of numbers.
-
-    Args:
-        outputs: of the model, `[N, classes]` or of the targets' shape.
-        targets: classes as whole numbers, `[N]`, or floats, `[N, …]`: errors are summed over all but samples.
-        reduction: over samples.
-
-    >>> loss_of(torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.zeros(2, 2), "mean")
-    tensor(1.2500)
-    """
-    if targets.is_floating_point():
-        total = (outputs - targets).square().sum() / 2
-        return total / len(targets) if reduction == "mean" else total
-    return cross_entropy(outputs, targets, reduction=reduction)
-
-
-def is_correct(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Says of every sample whether its class has the largest output; numbers are never just right or wrong."""
-    if targets.is_floating_point():
-        return torch.zeros(len(targets), dtype=torch.bool, device=targets.device)
-    return outputs.argmax(1) == targets
+from consequent_lab.samples import is_correct
 
 
 @dataclass(frozen=True)
@@ -154,35 +97,3 @@ class GradientNorms:
         for layer, norm in zip(self._layers, norms.tolist(), strict=True):
             squares[layer] = squares.get(layer, 0.0) + norm**2
         return {layer: square**0.5 for layer, square in squares.items()}
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A model's answers to all samples of a set."""
-
-    loss: float
-    correct: Tensor  # for each sample
-
-    @property
-    def accuracy(self) -> float:
-        """The fraction of correct answers."""
-        return int(self.correct.sum()) / len(self.correct)
-
-    def forgotten_since(self, before: Tensor) -> int:
-        """Returns how many samples are answered wrongly now that were answered correctly before."""
-        return int((before & ~self.correct).sum())
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, samples: Samples) -> Evaluation:
-    """Evaluates the model as it would be used: BatchNorm takes its running statistics."""
-    was_training = model.training
-    model.eval()
-    loss = torch.zeros((), dtype=torch.float64, device=samples.labels.device)
-    correct = []
-    for inputs, labels in samples.in_order():
-        outputs = model(inputs)
-        loss += loss_of(outputs, labels, "sum")
-        correct.append(is_correct(outputs, labels))
-    model.train(was_training)
-    return Evaluation(loss.item() / len(samples), torch.cat(correct))

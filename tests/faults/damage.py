@@ -100,9 +100,10 @@ def damaged_data(folder: Path, count: int, seed: int = 0) -> Trial:
 
 
 def _train_half(folder: RunFolder) -> None:
-    from consequent_lab.trainer import Unwatched, train
+    from consequent_lab.progress import Watcher
+    from consequent_lab.trainer import train
 
-    class Stop(Unwatched):
+    class Stop(Watcher):
         def advanced(self, iteration: int) -> None:
             if iteration == 50:
                 raise _Stopped

@@ -35,7 +35,9 @@ def race_file(path):
     curve = {"step": [0, 5], "train_loss": [2.0, 0.5], "test_accuracy": [0.1, 0.75]}
     final = {"kind": "final", "recipe": recipe, "contestant": "Adam", "seed": 0, "seconds": 3.0, "curve": curve}
     lost = {**final, "contestant": "K-FAC", "curve": {**curve, "train_loss": [2.0, None]}}
-    path.write_text("".join(json.dumps(line) + "\n" for line in (final, lost, {"kind": "trial", "recipe": recipe})))
+    time = {"kind": "time", "recipe": recipe, "contestant": "Adam", "milliseconds": {"eager": {"median": 200.0}}}
+    kept = (final, lost, {"kind": "trial", "recipe": recipe}, time)
+    path.write_text("".join(json.dumps(line) + "\n" for line in kept))
     return path
 
 
@@ -61,6 +63,10 @@ def test_runs_of_all_kinds_are_rows_of_one_table(runs, tmp_path, capsys):
     assert rows["mlp/begun"][-1] == "running"
     assert rows["toy/Adam"] == ["1", "5", "3.0", "s", "0.5", "75.00", "%", "–", "finished"]
     assert rows["toy/K-FAC"][-1] == "diverged"
+    adam, lost = seen_runs([race])
+    assert adam.curve("train_loss", by="seconds") == [(0, 2.0), (1.0, 0.5)]
+    assert lost.curve("train_loss") == [(0, 2.0)]
+    assert not lost.curve("train_loss", by="seconds")
 
 
 def test_csv_has_every_reading(runs, tmp_path):

@@ -11,7 +11,6 @@ import torch
 
 from consequent_lab import cli
 from consequent_lab.demo import SETTINGS
-from consequent_lab.demo_table import demo_rows
 from consequent_lab.race.results import Results
 from consequent_lab.race.tasks import DEMO, TASKS, task_named
 
@@ -24,24 +23,6 @@ def test_the_settings_are_the_best_of_the_search_that_is_kept():
     for name, settings in SETTINGS.items():
         assert len(searched.trials(name)) == 12
         assert settings == pytest.approx(searched.best(name)["settings"], rel=0.005)
-
-
-def results_of(name, lines):
-    return Results(task_named(DEMO), Path(), [{**line, "contestant": name} for line in lines])
-
-
-def final(seed, *losses):
-    curve = {"step": [0, 225, 450][: len(losses)], "train_loss": list(losses), "test_accuracy": [0.9] * len(losses)}
-    return {"kind": "final", "seed": seed, "steps": 450, "settings": {"lr": 0.1}, "curve": curve}
-
-
-def test_a_row_has_epochs_and_seconds_to_the_target():
-    time = {"kind": "time", "milliseconds": {"eager": {"median": 2.0}}, "settings": {"lr": 0.1}}
-    lines = [final(0, 2.0, 0.5, 0.01), final(1, 2.0, 0.009, 0.5), final(2, 2.0, 1.0, 0.001), time]
-    (row,) = demo_rows(results_of("SGD", lines))
-    assert row == ("SGD", "10.0 (5.0–10.0)", "0.90 (0.45–0.90)", "1.0e-02", "90 %", "lr 0.1")
-    (row,) = demo_rows(results_of("SGD", [final(0, 2.0, 0.5, 0.5), time]))
-    assert row[1:3] == ("–", "–")
 
 
 def quick_demo(folder, workers):
@@ -68,7 +49,8 @@ def test_prints_runs_and_a_table(demo):
     for name in SETTINGS:
         assert f"{name:11} seed 0" in run.stdout
         assert f"\n {name} " in run.stdout
-    assert "epochs to" in run.stdout
+    assert "steps to" in run.stdout
+    assert "those of `consequent race demo`" in " ".join(run.stdout.split())
     assert "race.png" in run.stdout
 
 
@@ -101,7 +83,7 @@ def test_two_processes_find_what_one_finds(demo, tmp_path):
 
 def test_what_only_a_search_needs_is_not_imported():
     script = (
-        "import sys, consequent_lab.demo_table, consequent_lab.figures, consequent_lab.race.running\n"
+        "import sys, consequent_lab.figures, consequent_lab.race.running, consequent_lab.race.table\n"
         "import consequent_lab.race.times\n"
         "print(sorted({'optuna', 'pytorch_optimizer', 'skimage'} & set(sys.modules)))"
     )

@@ -14,11 +14,14 @@ from torch import nn
 import consequent
 from consequent_lab import cli, trainer
 from consequent_lab.augmentation import moved_and_mirrored
-from consequent_lab.learner import build_optimizer, permutation
+from consequent_lab.configured import ConfiguredLearner, build_optimizer
+from consequent_lab.learner import order_of
+from consequent_lab.own_code import own_data
+from consequent_lab.progress import Watcher
 from consequent_lab.runs import RunFolder
 from consequent_lab.schedules import rate_factor
 from consequent_lab.train_config import TrainConfig
-from consequent_lab.trainer import Unwatched, train
+from consequent_lab.trainer import train
 
 OWN = TrainConfig(
     dataset="own_network:tensors", model="own_network:model", batch_size=16, iterations=24, log_every=4,
@@ -54,7 +57,7 @@ def test_numbers_are_learnt_by_half_the_squared_error(tmp_path):
     consequent.attach(optimizer, model)
     for iteration in range(24):
         epoch, place = divmod(iteration, 4)
-        batch = permutation(0, epoch, 64, torch.device("cpu"))[16 * place : 16 * (place + 1)]
+        batch = order_of(64, 16, 0, epoch)[16 * place : 16 * (place + 1)]
         optimizer.zero_grad()
         (0.5 * (model(inputs[batch]) - targets[batch]).square().sum(1)).mean().backward()
         optimizer.step()
@@ -156,16 +159,43 @@ def test_weight_decay_shrinks_weights_beside_the_correction():
 
 
 def test_crops_are_windows_and_flips_mirror_images():
-    images = torch.arange(1.0, 65.0).reshape(1, 1, 8, 8).repeat(200, 1, 1, 1)
+    images = torch.arange(1.0, 129.0).reshape(2, 1, 8, 8).repeat(100, 3, 1, 1)
     generator = torch.Generator().manual_seed(0)
     flipped = moved_and_mirrored(images, ["flip"], generator)
-    mirrored = (flipped == images.flip(3)).all(3).all(2).flatten()
+    mirrored = (flipped == images.flip(3)).flatten(1).all(1)
     assert 60 < int(mirrored.sum()) < 140
     assert torch.equal(flipped[~mirrored], images[~mirrored])
-    padded = torch.nn.functional.pad(images[:1], (1, 1, 1, 1))
-    windows = {tuple(padded[0, 0, y : y + 8, x : x + 8].flatten().tolist()) for y in range(3) for x in range(3)}
-    seen = {tuple(image.flatten().tolist()) for image in moved_and_mirrored(images, ["crop"], generator)}
-    assert seen == windows
+    padded = torch.nn.functional.pad(images[:2], (1, 1, 1, 1))
+
+    def windows(images, padded):
+        """The places of the windows that each image is."""
+        places = [(y, x) for y in range(3) for x in range(3)]
+        wholes = [padded[number % 2] for number in range(len(images))]
+        return [
+            {(y, x) for y, x in places if torch.equal(image, whole[:, y : y + 8, x : x + 8])}
+            for image, whole in zip(images, wholes, strict=True)
+        ]
+
+    seen = windows(moved_and_mirrored(images, ["crop"], generator), padded)
+    assert all(len(places) == 1 for places in seen)
+    assert len(set.union(*seen)) == 9
+    both = moved_and_mirrored(images, ["crop", "flip"], generator)
+    straight, turned = windows(both, padded), windows(both, padded.flip(3))
+    assert all(len(one) + len(other) == 1 for one, other in zip(straight, turned, strict=True))
+
+
+def test_every_epoch_has_images_of_its_own_and_the_evaluated_ones_stay(tmp_path):
+    config = replace(OWN, dataset="own_network:images", model="mlp", hidden=(8,), augment=("crop", "flip"))
+    learner = ConfiguredLearner(config, own_data(config.dataset), torch.device("cpu"))
+    before = learner.samples.inputs.clone()
+    seen = []
+    for epoch in (0, 1, 0):
+        learner.batch(epoch * learner.per_epoch)
+        seen.append(learner._trained_on.inputs.clone())
+    assert torch.equal(seen[0], seen[2])
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[0], before)
+    assert torch.equal(learner.samples.inputs, before)
 
 
 # ---- nothing is lost ---------------------------------------------------------------------------------------------
@@ -203,7 +233,7 @@ def test_a_checkpoint_at_any_moment_changes_nothing(tmp_path, monkeypatch, name)
     assert_same(straight.checkpoint(), often.checkpoint())
 
 
-class Interrupter(Unwatched):
+class Interrupter(Watcher):
     """Presses Ctrl-C at an iteration."""
 
     def advanced(self, iteration):

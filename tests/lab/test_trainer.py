@@ -14,13 +14,16 @@ from torch.nn.functional import cross_entropy
 
 import consequent
 from consequent_lab import cli, trainer
+from consequent_lab.configured import build_model, build_optimizer
 from consequent_lab.datasets import Dataset, load, prepared
-from consequent_lab.learner import build_model, build_optimizer, permutation
+from consequent_lab.learner import order_of
 from consequent_lab.models import resnet20
-from consequent_lab.progress import ProgressBoard
+from consequent_lab.progress import ProgressBoard, Watcher
 from consequent_lab.runs import DamagedFileError, RunFolder
-from consequent_lab.trainer import TrainConfig, Unwatched, train
-from consequent_lab.training_metrics import Evaluation, Tally
+from consequent_lab.samples import Evaluation
+from consequent_lab.train_config import TrainConfig
+from consequent_lab.trainer import train
+from consequent_lab.training_metrics import Tally
 
 CPU = torch.device("cpu")
 SMALL = TrainConfig(hidden=(24, 24), iterations=60, log_every=10, evaluate_every=20, checkpoint_every=7)
@@ -32,7 +35,7 @@ class Killed(BaseException):
     """Stands for whatever ends a process."""
 
 
-class Killer(Unwatched):
+class Killer(Watcher):
     """Ends the run at an iteration."""
 
     def __init__(self, iteration):
@@ -102,7 +105,9 @@ def script(config, dataset):
         if iteration > 0:
             epoch, place = divmod(iteration - 1, per_epoch)
             if place == 0:
-                batches = permutation(config.seed, epoch, len(data.train_labels), CPU).split(config.batch_size)
+                batches = order_of(len(data.train_labels), config.batch_size, config.seed, epoch).split(
+                    config.batch_size
+                )
                 seen = []
             inputs, labels = data.train_inputs[batches[place]], data.train_labels[batches[place]]
             optimizer.zero_grad()
@@ -229,7 +234,7 @@ def test_the_last_layer_has_its_own_learning_rate():
 
 
 def test_epochs_have_orders_of_their_own():
-    orders = {tuple(permutation(seed, epoch, 20, CPU).tolist()) for seed in range(3) for epoch in range(3)}
+    orders = {tuple(order_of(20, 5, seed, epoch).tolist()) for seed in range(3) for epoch in range(3)}
     assert len(orders) == 9
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from consequent_lab.paper.recipes import Job
 from consequent_lab.pool import Pool
-from consequent_lab.progress import ProgressBoard, RunLine, shown_seconds
+from consequent_lab.progress import ProgressBoard, RunLine, Watcher, shown_seconds
 
 SECONDS_BETWEEN_MESSAGES = 0.2
 ATTEMPTS = 2  # of a run whose process was killed
@@ -202,7 +202,7 @@ def _shortened(error: Exception) -> str:
     return f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
 
 
-class _Remote:
+class _Remote(Watcher):
     """Watches a run in its worker process and tells the parent now and then."""
 
     def __init__(self, report: Callable[[Message], None], job: str, deadline: float | None) -> None:

@@ -5,7 +5,6 @@ scale; in tasks judged by test data all have weight decay as well, in units of t
 the peak takes off a weight. The first trial of everybody is the setting that one would start with.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import consequent
+from consequent_lab.optimizers import Optimizers, plain_optimizer
 from consequent_lab.race.kronecker import FOOF, KFAC
 from consequent_lab.race.task import Task
 
@@ -33,37 +32,7 @@ class Knob:
     start: float
 
 
-class Optimizers:
-    """Optimisers that step together as if they were one, and whatever is to live as long as they do."""
-
-    def __init__(self, model: nn.Module, parts: list[Optimizer], beside: object = None) -> None:
-        self.parts = parts
-        self._model = model
-        self._beside = beside
-        self._peaks = [[float(group["lr"]) for group in part.param_groups] for part in parts]
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all."""
-        return [group for part in self.parts for group in part.param_groups]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients of the model."""
-        self._model.zero_grad(set_to_none=set_to_none)
-
-    def step(self) -> None:
-        """Takes one step of each."""
-        for part in self.parts:
-            part.step()
-
-    def schedule(self, factor: float) -> None:
-        """Sets all learning rates to a fraction of their peaks."""
-        for part, peaks in zip(self.parts, self._peaks, strict=True):
-            for group, peak in zip(part.param_groups, peaks, strict=True):
-                group["lr"] = factor * peak
-
-
-Make = Callable[[nn.Module, Settings, Task, bool], Optimizers]
+Plain = Callable[[nn.Module, Settings, bool], list[Optimizer]]
 
 
 @dataclass(frozen=True)
@@ -72,16 +41,19 @@ class Contestant:
 
     Attributes:
         name: in tables.
-        make: returns it over a model, for settings and a task; the last argument: capturable in a CUDA graph.
+        plain: returns the optimisers over a model, for settings; the last argument: capturable in a CUDA graph.
         knobs: what is searched, the learning rate first.
+        correction: options of `consequent.attach` that make it its C- version, all optimisers corrected jointly; None
+            is the plain one. Settings with the names of dampings are the correction's.
         decay: the knob for tasks that search weight decay.
         graphs: whether its step can be captured in a CUDA graph; others decide or count on the host.
         variant: of the task's model, "" or "BN".
     """
 
     name: str
-    make: Make
+    plain: Plain
     knobs: tuple[Knob, ...]
+    correction: dict[str, Any] | None = None
     decay: Knob = field(default_factory=lambda: Knob("decay", 3e-6, 3e-3, 5e-5))
     graphs: bool = True
     variant: str = ""
@@ -94,6 +66,14 @@ class Contestant:
             Knob(knob.name, knob.low, knob.high, min(max(starts.get(knob.name, knob.start), knob.low), knob.high))
             for knob in knobs
         )
+
+    def make(self, model: nn.Module, settings: Settings, task: Task, capturable: bool) -> Optimizers:
+        """Returns its optimisers over a model."""
+        optimizers = Optimizers(model, self.plain(model, settings, capturable))
+        if self.correction is not None:
+            dampings = {name: settings[name] for name in ("damping", "relative_damping") if name in settings}
+            optimizers.attach(loss_reduction=task.loss_reduction, **dampings, **self.correction)
+        return optimizers
 
 
 def lr(start: float) -> Knob:
@@ -109,27 +89,26 @@ def decay_of(settings: Settings, usual: float = 0.0) -> float:
     return settings["decay"] / settings["lr"] if "decay" in settings else usual
 
 
-def sgd(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
+def sgd(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
     """Returns gradient descent."""
-    return [torch.optim.SGD(model.parameters(), lr=settings["lr"], weight_decay=decay_of(settings))]
+    return [plain_optimizer("sgd", model.parameters(), settings["lr"], decay_of(settings))]
 
 
-def nesterov(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
+def nesterov(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
     """Returns gradient descent with Nesterov's momentum of 0.9."""
-    decay = decay_of(settings)
-    return [torch.optim.SGD(model.parameters(), lr=settings["lr"], momentum=0.9, nesterov=True, weight_decay=decay)]
+    return [plain_optimizer("nesterov", model.parameters(), settings["lr"], decay_of(settings))]
 
 
-def adam(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
+def adam(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
     """Returns Adam."""
     decay = settings.get("decay", 0.0)  # is part of the gradient, which Adam brings to one size
-    return [torch.optim.Adam(model.parameters(), lr=settings["lr"], weight_decay=decay, capturable=capturable)]
+    return [plain_optimizer("adam", model.parameters(), settings["lr"], decay, capturable=capturable)]
 
 
-def adamw(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
+def adamw(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
     """Returns AdamW."""
     decay = decay_of(settings, usual=0.01)
-    return [torch.optim.AdamW(model.parameters(), lr=settings["lr"], weight_decay=decay, capturable=capturable)]
+    return [plain_optimizer("adamw", model.parameters(), settings["lr"], decay, capturable=capturable)]
 
 
 class FlatMuon(torch.optim.Muon):
@@ -154,7 +133,7 @@ class FlatMuon(torch.optim.Muon):
         return super().step(closure)  # type: ignore[no-untyped-call]
 
 
-def muon(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
+def muon(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
     """Returns torch's Muon for the weights of hidden layers, convolutions flattened, and AdamW for all others.
 
     The others: first and last layer (embeddings instead of the first where there are any), biases and norms.
@@ -165,12 +144,12 @@ def muon(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> 
     hidden = [weight for weight in weights if weight in known]
     others = [parameter for parameter in model.parameters() if parameter not in known]
     decay = decay_of(settings)
-    rest = torch.optim.AdamW(others, lr=settings["other_lr"], weight_decay=decay, capturable=capturable)
+    rest = plain_optimizer("adamw", others, settings["other_lr"], decay, capturable=capturable)
     kind = torch.optim.Muon if all(weight.ndim == 2 for weight in hidden) else FlatMuon
     return [kind(hidden, lr=settings["lr"], weight_decay=decay), rest]
 
 
-def soap(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
+def soap(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
     """Returns SOAP as its package has it, a side of more than 2,048 left as it is."""
     from pytorch_optimizer import SOAP
 
@@ -187,7 +166,7 @@ def soap(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> 
     ]
 
 
-def shampoo(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
+def shampoo(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
     """Returns Shampoo in blocks of 512, its steps as long as RMSProp's, its roots computed every 10 steps as SOAP's."""
     from pytorch_optimizer import ScalableShampoo
 
@@ -206,46 +185,17 @@ def shampoo(model: nn.Module, settings: Settings, task: Task, capturable: bool) 
     ]
 
 
-def kfac(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
+def kfac(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
     """Returns K-FAC, its factors updated and inverted every 10 steps."""
     return [KFAC(model, settings["lr"], settings["damping"], weight_decay=decay_of(settings))]
 
 
-def foof(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> list[Optimizer]:
+def foof(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
     """Returns FOOF, its factor updated and inverted every 10 steps."""
     return [FOOF(model, settings["lr"], settings["damping"], weight_decay=decay_of(settings))]
 
 
-# ---- ours --------------------------------------------------------------------------------------------------------
-
-Plain = Callable[[nn.Module, Settings, Task, bool], list[Optimizer]]
-
-
-def as_it_is(plain: Plain) -> Make:
-    """Returns what makes an optimiser without a correction."""
-
-    def make(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> Optimizers:
-        return Optimizers(model, plain(model, settings, task, capturable))
-
-    return make
-
-
-def corrected(plain: Plain, **options: Any) -> Make:
-    """Returns what makes its C- version, all optimisers of a contestant corrected jointly.
-
-    Settings with the names of dampings are the correction's.
-    """
-
-    def make(model: nn.Module, settings: Settings, task: Task, capturable: bool) -> Optimizers:
-        optimizers = plain(model, settings, task, capturable)
-        dampings: dict[str, Any] = {
-            name: settings[name] for name in ("damping", "relative_damping") if name in settings
-        }
-        correction = consequent.attach(optimizers, model, loss_reduction=task.loss_reduction, **dampings, **options)
-        return Optimizers(model, optimizers, correction)
-
-    return make
-
+# ---- all of them -------------------------------------------------------------------------------------------------
 
 OTHER_LR = Knob("other_lr", 3e-5, 1e-2, 3e-4)  # of AdamW beside Muon
 RELATIVE_DAMPING = Knob("relative_damping", 0.01, 1.0, 0.1)
@@ -253,29 +203,30 @@ RELATIVE_DAMPING = Knob("relative_damping", 0.01, 1.0, 0.1)
 CONTESTANTS = {
     contestant.name: contestant
     for contestant in (
-        Contestant("SGD", as_it_is(sgd), (lr(0.05),)),
-        Contestant("Nesterov", as_it_is(nesterov), (lr(0.01),)),
-        Contestant("Adam", as_it_is(adam), (lr(3e-4),), decay=Knob("decay", 1e-6, 1e-3, 1e-5)),
-        Contestant("AdamW", as_it_is(adamw), (lr(3e-4),)),
-        Contestant("Muon", as_it_is(muon), (lr(2e-3), OTHER_LR)),
-        Contestant("SOAP", as_it_is(soap), (lr(1e-3),), graphs=False),
-        Contestant("Shampoo", as_it_is(shampoo), (lr(3e-4),), graphs=False),
-        Contestant("K-FAC", as_it_is(kfac), (lr(3e-4), Knob("damping", 1e-4, 1e-1, 3e-3)), graphs=False),
-        Contestant("FOOF", as_it_is(foof), (lr(0.03), Knob("damping", 0.03, 30.0, 1.0)), graphs=False),
-        Contestant("C-SGD", corrected(sgd), (lr(0.1), RELATIVE_DAMPING)),
-        Contestant("C-Nesterov", corrected(nesterov), (lr(0.01), RELATIVE_DAMPING)),
-        Contestant("C-Adam", corrected(adam), (lr(3e-4), RELATIVE_DAMPING), decay=Knob("decay", 1e-6, 1e-3, 1e-5)),
-        Contestant("C-AdamW", corrected(adamw), (lr(3e-4), RELATIVE_DAMPING)),
-        Contestant("C-Muon", corrected(muon), (lr(2e-3), OTHER_LR)),
+        Contestant("SGD", sgd, (lr(0.05),)),
+        Contestant("Nesterov", nesterov, (lr(0.01),)),
+        Contestant("Adam", adam, (lr(3e-4),), decay=Knob("decay", 1e-6, 1e-3, 1e-5)),
+        Contestant("AdamW", adamw, (lr(3e-4),)),
+        Contestant("Muon", muon, (lr(2e-3), OTHER_LR)),
+        Contestant("SOAP", soap, (lr(1e-3),), graphs=False),
+        Contestant("Shampoo", shampoo, (lr(3e-4),), graphs=False),
+        Contestant("K-FAC", kfac, (lr(3e-4), Knob("damping", 1e-4, 1e-1, 3e-3)), graphs=False),
+        Contestant("FOOF", foof, (lr(0.03), Knob("damping", 0.03, 30.0, 1.0)), graphs=False),
+        Contestant("C-SGD", sgd, (lr(0.1), RELATIVE_DAMPING), correction={}),
+        Contestant("C-Nesterov", nesterov, (lr(0.01), RELATIVE_DAMPING), correction={}),
+        Contestant("C-Adam", adam, (lr(3e-4), RELATIVE_DAMPING), correction={}, decay=Knob("decay", 1e-6, 1e-3, 1e-5)),
+        Contestant("C-AdamW", adamw, (lr(3e-4), RELATIVE_DAMPING), correction={}),
+        Contestant("C-Muon", muon, (lr(2e-3), OTHER_LR), correction={}),
         Contestant(
             "Newton-Muon",
-            corrected(muon, relative_damping=0.2, averaging=0.95, refresh=32),
+            muon,
             (lr(2e-3), OTHER_LR),
+            correction={"relative_damping": 0.2, "averaging": 0.95, "refresh": 32},
             graphs=False,
         ),
-        Contestant("Nesterov-BN", as_it_is(nesterov), (lr(0.1),), variant="BN"),
-        Contestant("AdamW-BN", as_it_is(adamw), (lr(1e-3),), variant="BN"),
-        Contestant("Muon-BN", as_it_is(muon), (lr(0.02), Knob("other_lr", 3e-5, 1e-2, 1e-3)), variant="BN"),
+        Contestant("Nesterov-BN", nesterov, (lr(0.1),), variant="BN"),
+        Contestant("AdamW-BN", adamw, (lr(1e-3),), variant="BN"),
+        Contestant("Muon-BN", muon, (lr(0.02), Knob("other_lr", 3e-5, 1e-2, 1e-3)), variant="BN"),
     )
 }
 
@@ -286,12 +237,3 @@ def contestant_named(name: str) -> Contestant:
         if known.name.lower() == name.lower():
             return known
     raise ValueError(f"there is no contestant {name!r}; there are {', '.join(CONTESTANTS)}")
-
-
-def cosine(step: int, steps: int) -> float:
-    """Returns the learning rate after so many steps, as a fraction of its peak.
-
-    >>> cosine(0, 10), round(cosine(5, 10), 6)
-    (1.0, 0.5)
-    """
-    return 0.5 * (1 + math.cos(math.pi * step / steps))

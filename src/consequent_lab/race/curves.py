@@ -1,39 +1,28 @@
-"""What is seen of a training run."""
+"""What is seen of a training run: a line of metrics for every evaluation, after so many steps."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Point:
-    """An evaluation after so many steps."""
-
-    step: int
-    metrics: dict[str, float]
+Curve = list[dict[str, float]]  # "iteration", and metrics by their names
 
 
-def packed(curve: Sequence[Point]) -> dict[str, list[Any]]:
-    """Returns a curve as columns, with the five digits that are worth keeping.
+def packed(curve: Curve) -> dict[str, list[Any]]:
+    """Returns a curve as columns, those of files, with the five digits that are worth keeping.
 
-    >>> packed([Point(0, {"loss": 2.3456789}), Point(4, {"loss": 1.0})])
+    >>> packed([{"iteration": 0, "loss": 2.3456789}, {"iteration": 4, "loss": 1.0}])
     {'step': [0, 4], 'loss': [2.3457, 1.0]}
     """
-    names = curve[0].metrics
-    columns: dict[str, list[Any]] = {"step": [point.step for point in curve]}
-    for name in names:
-        columns[name] = [float(f"{point.metrics[name]:.5g}") for point in curve]
-    return columns
+    metrics = [name for name in curve[0] if name != "iteration"]
+    columns: dict[str, list[Any]] = {"step": [line["iteration"] for line in curve]}
+    return columns | {name: [float(f"{line[name]:.5g}") for line in curve] for name in metrics}
 
 
-def unpacked(columns: dict[str, list[Any]]) -> list[Point]:
+def unpacked(columns: dict[str, list[Any]]) -> Curve:
     """Returns the curve; null is what was not finite.
 
     >>> unpacked({"step": [0, 4], "loss": [2.5, 1.0]})[-1]
-    Point(step=4, metrics={'loss': 1.0})
+    {'iteration': 4, 'loss': 1.0}
     """
-    names = [name for name in columns if name != "step"]
-    finite = {name: [math.nan if value is None else value for value in columns[name]] for name in names}
-    rows = zip(*finite.values(), strict=True)
-    return [Point(step, dict(zip(names, row, strict=True))) for step, row in zip(columns["step"], rows, strict=True)]
+    names = ["iteration" if name == "step" else name for name in columns]
+    rows = ([math.nan if value is None else value for value in row] for row in zip(*columns.values(), strict=True))
+    return [dict(zip(names, row, strict=True)) for row in rows]

@@ -1,13 +1,12 @@
 """By what a run is judged, written down before any run: every task has one measure for its search.
 
-A curve has a point for every evaluation. A score is a number that is lower the better the run was; it can be told of a
+A score is a number that is lower the better the run was; it can be told of a
 run that is not at its end, so that a search may give up on it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from consequent_lab.race.curves import Point
+from consequent_lab.race.curves import Curve
 
 WORST = 1e9  # the score of a run that diverged
 
@@ -16,7 +15,7 @@ WORST = 1e9  # the score of a run that diverged
 class TimeTo:
     """How soon a metric is at its target; among those that never are, how far from it they end.
 
-    >>> curve = [Point(0, {"loss": 2.0}), Point(5, {"loss": 0.4}), Point(10, {"loss": 0.2})]
+    >>> curve = [{"iteration": 0, "loss": 2.0}, {"iteration": 5, "loss": 0.4}, {"iteration": 10, "loss": 0.2}]
     >>> TimeTo("loss", 0.5).score(curve, 10), TimeTo("loss", 0.1).score(curve, 10)
     (0.5, 1.2)
     """
@@ -28,20 +27,20 @@ class TimeTo:
     def __str__(self) -> str:
         return f"steps to {named(self.metric)} {shown(self.metric, self.target)}"
 
-    def arrival(self, curve: Sequence[Point]) -> int | None:
+    def arrival(self, curve: Curve) -> int | None:
         """Returns the step of the first evaluation at the target."""
-        return next((point.step for point in curve if self._is_there(point.metrics[self.metric])), None)
+        return next((int(line["iteration"]) for line in curve if self._is_there(line[self.metric])), None)
 
-    def score(self, curve: Sequence[Point], steps: int) -> float:
+    def score(self, curve: Curve, steps: int) -> float:
         """Returns the fraction of all steps that it takes, or 1 and what is missing."""
         step = self.arrival(curve)
         if step is not None:
             return step / steps
-        last = curve[-1].metrics[self.metric]
+        last = curve[-1][self.metric]
         missing = self.target - last if self.rising else last
         return 1 + min(missing, WORST) if missing == missing else WORST
 
-    def is_settled(self, curve: Sequence[Point]) -> bool:
+    def is_settled(self, curve: Curve) -> bool:
         """Says whether further training cannot change the score."""
         return self.arrival(curve) is not None
 
@@ -53,7 +52,7 @@ class TimeTo:
 class Final:
     """A metric at the end of the run.
 
-    >>> Final("test_accuracy", rising=True).score([Point(0, {"test_accuracy": 0.1})], 10)
+    >>> Final("test_accuracy", rising=True).score([{"iteration": 0, "test_accuracy": 0.1}], 10)
     -0.1
     """
 
@@ -63,14 +62,14 @@ class Final:
     def __str__(self) -> str:
         return f"{named(self.metric)} at the end"
 
-    def score(self, curve: Sequence[Point], steps: int) -> float:
+    def score(self, curve: Curve, steps: int) -> float:
         """Returns the metric, negative if more is better."""
-        last = curve[-1].metrics[self.metric]
+        last = curve[-1][self.metric]
         if last != last:
             return WORST
         return -last if self.rising else min(last, WORST)
 
-    def is_settled(self, curve: Sequence[Point]) -> bool:
+    def is_settled(self, curve: Curve) -> bool:
         """Says whether further training cannot change the score."""
         return False
 
@@ -79,7 +78,7 @@ class Final:
 class Best(Final):
     """A metric where it was best in the run.
 
-    >>> curve = [Point(0, {"test_accuracy": 0.5}), Point(1, {"test_accuracy": 0.4})]
+    >>> curve = [{"iteration": 0, "test_accuracy": 0.5}, {"iteration": 1, "test_accuracy": 0.4}]
     >>> Best("test_accuracy", rising=True).score(curve, 1)
     -0.5
     """
@@ -87,9 +86,9 @@ class Best(Final):
     def __str__(self) -> str:
         return f"best {named(self.metric)}"
 
-    def score(self, curve: Sequence[Point], steps: int) -> float:
+    def score(self, curve: Curve, steps: int) -> float:
         """Returns the best value, negative if more is better."""
-        return min(Final(self.metric, self.rising).score([point], steps) for point in curve)
+        return min(Final(self.metric, self.rising).score([line], steps) for line in curve)
 
 
 Measure = TimeTo | Final

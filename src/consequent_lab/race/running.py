@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from consequent_lab.pool import Pool
 from consequent_lab.race.contestants import Contestant, Settings, contestant_named
-from consequent_lab.race.curves import Point, packed
+from consequent_lab.race.curves import Curve, packed
 from consequent_lab.race.results import Line, Results, line_of
-from consequent_lab.race.task import SEARCH_SEED, Data, Task
+from consequent_lab.race.task import SEARCH_SEED, Task
 from consequent_lab.race.tasks import task_named
 from consequent_lab.race.training import curve_of
+from consequent_lab.samples import Data
 from consequent_lab.timing import describe_error
 
 if TYPE_CHECKING:  # Optuna is imported where something is searched: finals alone, as in the demo, do without.
@@ -96,7 +97,7 @@ def search(report: Report, conditions: Conditions, name: str, lines: list[Line])
     try:
         conditions.check_time()
         data = data_of(conditions, SEARCH_SEED, search=True)
-        steps = task.steps(len(data.train_inputs), search=True)
+        steps = task.steps(len(data.train), search=True)
         study = Search(task, contestant, lines)
         while study.number < conditions.trials:
             conditions.check_time()
@@ -114,7 +115,7 @@ def search(report: Report, conditions: Conditions, name: str, lines: list[Line])
 def _trial(conditions: Conditions, contestant: Contestant, study: "Search", data: Data, steps: int) -> Line:
     task, trial = conditions.the_task(), study.ask()
 
-    def watch(curve: list[Point]) -> bool:
+    def watch(curve: Curve) -> bool:
         conditions.check_time()
         return trial.is_over(curve, steps)
 
@@ -129,7 +130,7 @@ def final(report: Report, conditions: Conditions, name: str, settings: Settings,
     task, contestant = conditions.the_task(), contestant_named(name)
     start = time.perf_counter()
 
-    def watch(curve: list[Point]) -> bool:
+    def watch(curve: Curve) -> bool:
         conditions.check_time()
         return False
 
@@ -137,7 +138,7 @@ def final(report: Report, conditions: Conditions, name: str, settings: Settings,
         conditions.check_time()
         # Tasks that split at random have another set for every seed; the others keep one in memory.
         data = data_of(conditions, seed if task.name.startswith("table") else 0, search=False)
-        steps = task.steps(len(data.train_inputs))
+        steps = task.steps(len(data.train))
         curve, is_graphed = curve_of(task, contestant, settings, data, seed, steps, conditions.graph, watch)
     except OutOfTimeError:
         return Outcome(is_out_of_time=True)

@@ -13,7 +13,7 @@ from typing import Any
 import optuna
 
 from consequent_lab.race.contestants import Contestant, Knob, Settings
-from consequent_lab.race.curves import Point
+from consequent_lab.race.curves import Curve
 from consequent_lab.race.results import DIGITS, Line
 from consequent_lab.race.task import Task
 
@@ -82,7 +82,7 @@ class Trial:
         """What is tried."""
         return dict(self._trial.params)
 
-    def is_over(self, curve: list[Point], steps: int) -> bool:
+    def is_over(self, curve: Curve, steps: int) -> bool:
         """Says whether to end the run here: it is among the worse half, or its score is known."""
         evaluation = len(curve) - 1
         if evaluation == 0:
@@ -95,7 +95,7 @@ class Trial:
         self._is_pruned = self._trial.should_prune()
         return self._is_pruned
 
-    def end(self, curve: list[Point], steps: int) -> dict[str, Any]:
+    def end(self, curve: Curve, steps: int) -> dict[str, Any]:
         """Ends the trial and returns what is to be kept of it."""
         state = optuna.trial.TrialState.PRUNED if self._is_pruned else optuna.trial.TrialState.COMPLETE
         score = self._score(curve, steps)
@@ -111,7 +111,7 @@ class Trial:
             "seconds": time.perf_counter() - self._start,
         }
 
-    def _score(self, curve: list[Point], steps: int) -> float:
+    def _score(self, curve: Curve, steps: int) -> float:
         """With the digits that lines have: a search from lines is to see the same numbers."""
         return float(f"{self._task.measure.score(curve, steps):.{DIGITS}g}")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from consequent_lab.digits import load_digits
 from consequent_lab.race.files import Arrays, files_of, read_arrays
-from consequent_lab.race.task import Data
+from consequent_lab.samples import Data, Samples
 
 PICTURES = ("china", "flower", "astronaut")
 TABLES = ("diabetes", "breast-cancer", "wine", "digits")
@@ -64,37 +64,21 @@ def images(name: str, place: Path | None, train: int | None, test: int | None, *
     pixels = torch.from_numpy(arrays["train_x"][:train]).float()
     mean, deviation = pixels.mean((0, 2, 3), keepdim=True), pixels.std((0, 2, 3), keepdim=True)
 
-    def inputs(values: Tensor) -> Tensor:
+    def samples(values: Tensor, labels: np.ndarray) -> Samples:
         values = (values.float() - mean) / deviation
-        return values.flatten(1) if flat else values
+        targets = torch.from_numpy(labels.astype(np.int64))
+        return Samples(values.flatten(1), targets) if flat else Samples(values, targets, channels_last=True)
 
     return Data(
-        inputs(pixels),
-        torch.from_numpy(arrays["train_y"][:train].astype(np.int64)),
-        inputs(torch.from_numpy(arrays["test_x"][:test])),
-        torch.from_numpy(arrays["test_y"][:test].astype(np.int64)),
+        samples(pixels, arrays["train_y"][:train]),
+        samples(torch.from_numpy(arrays["test_x"][:test]), arrays["test_y"][:test]),
     )
-
-
-def crop_and_flip(images: Tensor, generator: torch.Generator, padding: int = 4) -> Tensor:
-    """Returns images `[N, C, H, W]` moved by up to `padding` pixels in both directions, half of them mirrored."""
-    count, channels, height, width = images.shape
-    device = images.device
-    padded = torch.nn.functional.pad(images, (padding,) * 4)
-    down, right = torch.randint(0, 2 * padding + 1, (2, count), generator=generator, device=device)
-    mirrored = torch.rand(count, generator=generator, device=device) < 0.5
-    columns = torch.arange(width, device=device).expand(count, width)
-    columns = torch.where(mirrored[:, None], width - 1 - columns, columns) + right[:, None]
-    rows = torch.arange(height, device=device) + down[:, None]
-    places = rows[:, :, None] * padded.shape[3] + columns[:, None, :]  # [N, H, W] in the padded image
-    flat = padded.flatten(2).gather(2, places.flatten(1)[:, None].expand(count, channels, height * width))
-    return flat.view(images.shape)
 
 
 def digits() -> Data:
     """Returns scikit-learn's handwritten digits, always split the same way."""
     known = load_digits()
-    return Data(known.train_inputs, known.train_labels, known.test_inputs, known.test_labels)
+    return Data(Samples(known.train_inputs, known.train_labels), Samples(known.test_inputs, known.test_labels))
 
 
 # ---- signals over coordinates ------------------------------------------------------------------------------------
@@ -103,13 +87,14 @@ def digits() -> Data:
 def picture(name: str, place: Path | None, side: int) -> Data:
     """Returns a photograph as a function: places `[side², 2]` and colours `[side², 3]`, both from −1 to 1.
 
-    The test data are the same: what counts is how well the picture itself is met.
+    There are no test data: what counts is how well the picture itself is met.
     """
     pixels = torch.from_numpy(arrays_of("pictures", place)[name]).float().permute(2, 0, 1)
     small = torch.nn.functional.adaptive_avg_pool2d(pixels, side)
     colours = small.flatten(1).T.contiguous() / 127.5 - 1
     places = torch.cartesian_prod(*(2 * [torch.linspace(-1, 1, side)]))
-    return Data(places, colours, places[:1], colours[:1])
+    whole = Samples(places, colours)
+    return Data(whole, whole[:0])
 
 
 def distance_field(points: int, test_points: int) -> Data:
@@ -127,8 +112,8 @@ def distance_field(points: int, test_points: int) -> Data:
         beyond = (places - centre).abs() - sizes
         outside, inside = beyond.clamp(min=0).norm(dim=1), beyond.amax(1).clamp(max=0)
         distance = torch.minimum(distance, outside + inside)
-    values = distance[:, None]
-    return Data(places[:points], values[:points], places[points:], values[points:])
+    known = Samples(places, distance[:, None])
+    return Data(known[:points], known[points:])
 
 
 def _pictures() -> Arrays:
@@ -170,7 +155,7 @@ def table(name: str, place: Path | None, seed: int) -> Data:
     if not is_class:
         targets = targets.float().view(len(targets), -1)
         targets = (targets - targets[train].mean(0)) / targets[train].std(0)
-    return Data(inputs[train], targets[train], inputs[test], targets[test])
+    return Data(Samples(inputs[train], targets[train]), Samples(inputs[test], targets[test]))
 
 
 def robot_arm(samples: int = 8192) -> Arrays:
@@ -208,14 +193,13 @@ def text(place: Path | None, context: int, test_windows: int) -> Data:
     """Returns windows of bytes `[N, context]`, and each one's next bytes."""
     arrays = arrays_of("sources", place)
 
-    def windows(name: str) -> tuple[Tensor, Tensor]:
+    def windows(name: str) -> Samples:
         content = torch.from_numpy(arrays[name]).long()
         count = (len(content) - 1) // context
-        return content[: count * context].view(count, context), content[1 : count * context + 1].view(count, context)
+        read, following = content[: count * context], content[1 : count * context + 1]
+        return Samples(read.view(count, context), following.view(count, context))
 
-    inputs, targets = windows("train")
-    test_inputs, test_targets = windows("test")
-    return Data(inputs, targets, test_inputs[:test_windows], test_targets[:test_windows])
+    return Data(windows("train"), windows("test")[:test_windows])
 
 
 def _sources() -> Arrays:

@@ -172,8 +172,13 @@ def terminal_table(results: Results) -> Table:
 
 
 def markdown_table(results: Results) -> str:
-    """Returns the table for the docs."""
+    """Returns the table for the docs, and what was done."""
+    return f"{caption(results)}\n\n{markdown_rows(results)}"
+
+
+def markdown_rows(results: Results) -> str:
+    """Returns the table alone, without what was done."""
     heads = ["contestant", *headings(results), "settings"]
     lines = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 2)}---|"]
     lines += [f"| {' | '.join([row.contestant, *row.cells, row.settings])} |" for row in rows(results)]
-    return f"{caption(results)}\n\n" + "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"

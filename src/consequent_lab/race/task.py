@@ -3,47 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from consequent_lab.learner import Augmentation
 from consequent_lab.race.measures import Measure
+from consequent_lab.samples import Data, Loss
 
-EVALUATION_BATCH = 4096  # samples
 SEARCH_SEED = 1000  # of the search; the finals have seeds from 0 on
-
-
-@dataclass(frozen=True)
-class Data:
-    """Inputs and targets, all on one device, a row for each sample."""
-
-    train_inputs: Tensor
-    train_targets: Tensor
-    test_inputs: Tensor
-    test_targets: Tensor
-
-    def to(self, device: torch.device | str) -> "Data":
-        """Returns the same on a device."""
-        return Data(*(tensor.to(device) for tensor in self._tensors()))
-
-    def first(self, samples: int) -> "Data":
-        """Returns the first of the training data, and all test data."""
-        return Data(self.train_inputs[:samples], self.train_targets[:samples], self.test_inputs, self.test_targets)
-
-    def with_validation(self) -> "Data":
-        """Returns the training data alone, its last tenth as the test data: a search is not to see the real ones."""
-        kept = len(self.train_inputs) - max(1, len(self.train_inputs) // 10)
-        return Data(
-            self.train_inputs[:kept], self.train_targets[:kept], self.train_inputs[kept:], self.train_targets[kept:]
-        )
-
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return self.train_inputs, self.train_targets, self.test_inputs, self.test_targets
-
-
-Evaluation = Callable[[nn.Module, Data], dict[str, Tensor]]
-Augmentation = Callable[[Tensor, torch.Generator], Tensor]
 
 
 @dataclass(frozen=True)
@@ -55,10 +23,11 @@ class Task:
         title: as in a sentence.
         load: returns the data of a folder or file, on the CPU; the seed is for tasks that split at random.
         model: returns the network of a variant ("" or "BN"), called under the run's seed.
-        loss: of outputs and targets.
-        evaluate: metrics of a model, as tensors on the device.
+        loss: of outputs and targets, evaluated as well.
         measure: what the search goes by.
         reported: what else the table has.
+        metric: beside the loss: accuracy, or 20 log₁₀(range / error) where values have a range of 2, in decibels.
+        evaluated: training samples that are evaluated, the first ones; None is all.
         contestants: their names.
         batch_size: samples a step.
         epochs: of a run; the last batch of an epoch is dropped if it is not full.
@@ -76,14 +45,15 @@ class Task:
     title: str
     load: Callable[[Path | None, int], Data]
     model: Callable[[str], nn.Module]
-    loss: Callable[[Tensor, Tensor], Tensor]
-    evaluate: Evaluation
+    loss: Loss
     measure: Measure
     contestants: tuple[str, ...]
     batch_size: int
     epochs: int
     evaluations: int
     reported: tuple[Measure, ...] = ()
+    metric: Literal["accuracy", "psnr", ""] = ""
+    evaluated: int | None = None
     search_epochs: int | None = None
     search_samples: int | None = None
     loss_reduction: str = "mean"
@@ -131,42 +101,3 @@ class Task:
             evaluations=max(1, round(per_epoch * epochs)),
             search_epochs=None if self.search_epochs is None else min(self.search_epochs, epochs),
         )
-
-
-def classification(model: nn.Module, data: Data) -> dict[str, Tensor]:
-    """Returns loss and accuracy over the training and the test set."""
-    metrics: dict[str, Tensor] = {}
-    sets = {"train": (data.train_inputs, data.train_targets), "test": (data.test_inputs, data.test_targets)}
-    for name, (inputs, targets) in sets.items():
-        logits = torch.cat([model(part) for part in inputs.split(EVALUATION_BATCH)])
-        metrics[f"{name}_loss"] = nn.functional.cross_entropy(logits, targets)
-        metrics[f"{name}_accuracy"] = (logits.argmax(1) == targets).float().mean()
-    return metrics
-
-
-def classification_of_some(model: nn.Module, data: Data) -> dict[str, Tensor]:
-    """Returns the same with a fixed part of the training set, where the test set is what counts."""
-    some = Data(
-        data.train_inputs[:EVALUATION_BATCH], data.train_targets[:EVALUATION_BATCH], data.test_inputs, data.test_targets
-    )
-    return classification(model, some)
-
-
-def signal(model: nn.Module, data: Data) -> dict[str, Tensor]:
-    """Returns the mean square error, and 20 log₁₀(range / error) where values have a range of 2, in decibels."""
-    metrics: dict[str, Tensor] = {}
-    sets = {"": (data.train_inputs, data.train_targets), "test_": (data.test_inputs, data.test_targets)}
-    for name, (inputs, targets) in sets.items():
-        values = torch.cat([model(part) for part in inputs.split(8 * EVALUATION_BATCH)])
-        error = nn.functional.mse_loss(values, targets)
-        metrics[f"{name or 'train_'}loss"] = error
-        metrics[f"{name}psnr"] = 10 * torch.log10(4 / error)
-    return metrics
-
-
-def regression(model: nn.Module, data: Data) -> dict[str, Tensor]:
-    """Returns the mean square error over the training and the test set."""
-    return {
-        "train_loss": nn.functional.mse_loss(model(data.train_inputs), data.train_targets),
-        "test_loss": nn.functional.mse_loss(model(data.test_inputs), data.test_targets),
-    }

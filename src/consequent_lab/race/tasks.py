@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
+from consequent_lab.augmentation import moved_and_mirrored
 from consequent_lab.models import LanguageModel, mlp, residual_net
 from consequent_lab.race import sources
 from consequent_lab.race.measures import Best, Final, TimeTo
 from consequent_lab.race.networks import fourier, siren
-from consequent_lab.race.task import Data, Task, classification, classification_of_some, regression, signal
+from consequent_lab.race.task import Task
+from consequent_lab.samples import Data, Samples
 
 ALL = ("SGD", "Nesterov", "Adam", "Muon", "C-SGD", "C-Nesterov", "C-Adam", "FOOF", "K-FAC", "SOAP", "Shampoo")
 DECAYED = ("C-Nesterov", "C-AdamW", "C-SGD", "Nesterov", "AdamW", "Muon", "FOOF", "SOAP", "K-FAC", "Shampoo")
@@ -51,7 +53,7 @@ def perceptron(dataset: str, batch_size: int, settings_from: str | None) -> Task
         load=lambda place, seed: sources.images(dataset, place, IMAGES, 4000, flat=True),
         model=lambda variant: mlp(shape, (width,) * 8, classes),
         loss=cross_entropy,
-        evaluate=classification,
+        metric="accuracy",
         measure=MLP_MEASURE,
         reported=MLP_REPORTED,
         contestants=(*ALL, "C-Muon"),
@@ -71,6 +73,11 @@ RESNET_STARTS: Starts = (
 )
 
 
+def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns images that are moved by up to 4 of their 32 pixels, half of them mirrored."""
+    return moved_and_mirrored(images, ("crop", "flip"), generator)
+
+
 def resnet(augmented: bool) -> Task:
     """Returns ResNet-20 on CIFAR-10: judged by test accuracy if augmented, else by how soon it knows all images."""
     task = Task(
@@ -79,7 +86,8 @@ def resnet(augmented: bool) -> Task:
         load=lambda place, seed: sources.images("cifar10", place, None, None, flat=False),
         model=lambda variant: residual_net((16, 32, 64), 3, batch_norm=variant == "BN"),
         loss=cross_entropy,
-        evaluate=classification_of_some,
+        metric="accuracy",
+        evaluated=4096,
         measure=Final("test_accuracy", rising=True),
         reported=(Final("train_loss"), Final("train_accuracy", rising=True)),
         contestants=DECAYED[:7] + WITH_BATCH_NORM + DECAYED[7:],
@@ -88,7 +96,7 @@ def resnet(augmented: bool) -> Task:
         evaluations=30,
         search_epochs=24,
         search_samples=20_000,
-        augment=sources.crop_and_flip,
+        augment=crop_and_flip,
         searches_decay=True,
         starts=RESNET_STARTS,
     )
@@ -98,7 +106,7 @@ def resnet(augmented: bool) -> Task:
         task,
         name="resnet20-cifar10-train",
         title="ResNet-20 on CIFAR-10 to 100 % training accuracy, without augmentation, batches of 128",
-        evaluate=classification,
+        evaluated=None,
         measure=TimeTo("train_accuracy", 1.0, rising=True),
         reported=(TimeTo("train_accuracy", 0.99, rising=True), Final("train_loss"), Best("test_accuracy", rising=True)),
         contestants=ALL[:8] + WITH_BATCH_NORM + ALL[8:],
@@ -134,7 +142,7 @@ def coordinates(kind: str, name: str, side: int, settings_from: str | None) -> T
         load=lambda place, seed: sources.picture(name, place, side),
         model=lambda variant: network(2, HIDDEN, 3),
         loss=mse_loss,
-        evaluate=_signal_of_training,
+        metric="psnr",
         measure=Final("psnr", rising=True),
         reported=(TimeTo("psnr", 30.0, rising=True), TimeTo("psnr", 40.0, rising=True)),
         contestants=OF_SIGNALS,
@@ -147,11 +155,6 @@ def coordinates(kind: str, name: str, side: int, settings_from: str | None) -> T
     )
 
 
-def _signal_of_training(model: nn.Module, data: Data) -> dict[str, Tensor]:
-    metrics = signal(model, data)
-    return {name: metrics[name] for name in ("train_loss", "psnr")}
-
-
 def distances() -> Task:
     """Returns a signed-distance field in space as a SIREN, judged at other points."""
     return Task(
@@ -160,7 +163,7 @@ def distances() -> Task:
         load=lambda place, seed: sources.distance_field(131_072, 16_384),
         model=lambda variant: siren(3, HIDDEN, 1),
         loss=mse_loss,
-        evaluate=signal,
+        metric="psnr",
         measure=Final("test_psnr", rising=True),
         reported=(Final("psnr", rising=True),),
         contestants=OF_SIGNALS,
@@ -190,7 +193,7 @@ def tabular(name: str) -> Task:
         load=lambda place, seed: sources.table(name, place, seed),
         model=lambda variant: mlp(inputs, (256,) * 3, outputs),
         loss=cross_entropy if is_class else mse_loss,
-        evaluate=classification if is_class else regression,
+        metric="accuracy" if is_class else "",
         measure=Final("test_loss"),
         reported=(Final("test_accuracy", rising=True), Final("train_loss")) if is_class else (Final("train_loss"),),
         contestants=DECAYED,
@@ -213,7 +216,7 @@ def bytes_of_sources() -> Task:
         load=lambda place, seed: sources.text(place, 256, 128),
         model=lambda variant: LanguageModel(layers=6, width=384, heads=6, context=256, vocabulary=256),
         loss=_loss_of_tokens,
-        evaluate=_language,
+        evaluated=128,
         measure=Final("test_loss"),
         reported=(Final("train_loss"),),
         contestants=("AdamW", "C-AdamW", "Muon", "C-Nesterov", "Nesterov", "SOAP", *MUON_CORRECTED),
@@ -229,19 +232,6 @@ def _loss_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _language(model: nn.Module, data: Data) -> dict[str, Tensor]:
-    """Returns the loss over the first 128 windows of training and test data."""
-
-    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        parts = zip(inputs[:128].split(32), targets[:128].split(32), strict=True)
-        return torch.stack([_loss_of_tokens(model(part), wanted) for part, wanted in parts]).mean()
-
-    return {
-        "train_loss": loss(data.train_inputs, data.train_targets),
-        "test_loss": loss(data.test_inputs, data.test_targets),
-    }
-
-
 # ---- the demo ----------------------------------------------------------------------------------------------------
 
 
@@ -253,7 +243,7 @@ def handwritten_digits() -> Task:
         load=lambda place, seed: sources.digits(),
         model=lambda variant: mlp(64, (128,) * 8, 10),
         loss=cross_entropy,
-        evaluate=classification,
+        metric="accuracy",
         measure=MLP_MEASURE,
         reported=(Final("train_loss"), Final("test_accuracy", rising=True)),
         contestants=("Muon", "C-Adam", "C-SGD", "Adam", "SGD"),  # the costly ones first: workers then end together
@@ -336,10 +326,9 @@ def _random_images(place: Path | None, seed: int, *, flat: bool, classes: int) -
     images = torch.randn(80, 3, 8, 8, generator=generator)
     labels = torch.randint(0, classes, (80,), generator=generator)
     images = images.flatten(1) if flat else images
-    return Data(images[:64], labels[:64], images[64:], labels[64:])
+    whole = Samples(images, labels)
+    return Data(whole[:64], whole[64:])
 
 
 def _cut(data: Data, train: int, test: int) -> Data:
-    return Data(
-        data.train_inputs[:train], data.train_targets[:train], data.test_inputs[:test], data.test_targets[:test]
-    )
+    return Data(data.train[:train], data.test[:test])

@@ -5,11 +5,13 @@ from dataclasses import asdict
 
 import torch
 
+from consequent_lab.graphs import WARM_UP_STEPS
 from consequent_lab.race.contestants import Contestant, Settings, contestant_named
 from consequent_lab.race.results import Line, Results, line_of
 from consequent_lab.race.running import Conditions, data_of
-from consequent_lab.race.task import Data, Task
-from consequent_lab.race.training import WARM_UP_STEPS, Run
+from consequent_lab.race.task import Task
+from consequent_lab.race.training import Run
+from consequent_lab.samples import Data
 from consequent_lab.timing import Plan, Quartiles, describe_error, measure, peak_memory, release_memory
 
 PERIOD = 100  # steps after which every contestant has done all that it does now and then
@@ -69,5 +71,5 @@ def times(
 
 def step_of(task: Task, contestant: Contestant, settings: Settings, data: Data, graph: bool) -> Callable[[], object]:
     """Returns a training step on the first batch."""
-    run = Run(task, contestant, settings, data, seed=0, steps=task.steps(len(data.train_inputs)), graph=graph)
+    run = Run(task, contestant, settings, data, seed=0, steps=task.steps(len(data.train)), graph=graph)
     return run.same_step(SLOWED)

@@ -6,9 +6,10 @@ import pytest
 
 from consequent_lab import cli
 from consequent_lab.paper.archive import Archive, compact_path, read_compact, thinned, write_compact
+from consequent_lab.progress import Watcher
 from consequent_lab.runs import DamagedFileError, RunFolder
 from consequent_lab.train_config import TrainConfig
-from consequent_lab.trainer import Unwatched, train
+from consequent_lab.trainer import train
 
 CONFIG = TrainConfig(
     hidden=(8,), iterations=90, log_every=5, evaluate_every=45, gradient_norms="both", checkpoint_every=40
@@ -81,7 +82,7 @@ def test_a_damaged_compact_file_is_named(runs, tmp_path):
         read_compact(other)
 
 
-class Killer(Unwatched):
+class Killer(Watcher):
     def advanced(self, iteration):
         if iteration == 60:
             raise KeyboardInterrupt

@@ -4,7 +4,6 @@ import time
 import pytest
 
 from consequent_lab.race.contestants import CONTESTANTS
-from consequent_lab.race.curves import Point
 from consequent_lab.race.files import read_arrays, write_arrays
 from consequent_lab.race.measures import Best, Final, TimeTo
 from consequent_lab.race.results import Results
@@ -118,12 +117,12 @@ def test_images_come_back_as_they_were(tmp_path):
 
 
 def test_scores_are_lower_the_better():
-    curve = [Point(0, {"x": 1.0}), Point(5, {"x": 3.0}), Point(10, {"x": 2.0})]
+    curve = [{"iteration": 0, "x": 1.0}, {"iteration": 5, "x": 3.0}, {"iteration": 10, "x": 2.0}]
     assert Final("x", rising=True).score(curve, 10) == -2
     assert Best("x", rising=True).score(curve, 10) == -3
     assert TimeTo("x", 3.0, rising=True).score(curve, 10) == 0.5
     assert TimeTo("x", 4.0, rising=True).score(curve, 10) == 1 + 2
-    assert TimeTo("x", 4.0).score([Point(0, {"x": float("nan")})], 10) == 1e9
+    assert TimeTo("x", 4.0).score([{"iteration": 0, "x": float("nan")}], 10) == 1e9
 
 
 def test_every_task_has_a_tiny_form_and_known_contestants():

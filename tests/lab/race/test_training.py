@@ -2,12 +2,12 @@ import pytest
 import torch
 from torch import nn
 
-from consequent_lab.race.contestants import CONTESTANTS, FlatMuon, contestant_named, cosine
-from consequent_lab.race.curves import Point
-from consequent_lab.race.sources import crop_and_flip
-from consequent_lab.race.task import Data
+from consequent_lab.learner import first_model
+from consequent_lab.race.contestants import CONTESTANTS, FlatMuon, contestant_named
 from consequent_lab.race.tasks import TASKS, task_named
-from consequent_lab.race.training import Run, curve_of, first_model
+from consequent_lab.race.training import Run, curve_of
+from consequent_lab.samples import Data, Samples
+from consequent_lab.schedules import cosine
 
 MLP = task_named("mlp-cifar10-b32", tiny=True)
 
@@ -24,24 +24,24 @@ def curve(name, *, task=MLP, seed=0, graph=False, device="cpu", steps=8):
 def test_training_is_what_one_would_write_by_hand():
     data = MLP.load(None, 0)
     points, _ = curve("SGD", seed=3)
-    model = first_model(MLP, "", 3)
+    model = first_model(3, lambda: MLP.model(""))
     run = Run(MLP, CONTESTANTS["SGD"], starts("SGD"), data, 3, 8, False)
     for step in range(8):
         rate = starts("SGD")["lr"] * cosine(0 if step < 4 else 4, 8)
-        batch = run._batch(step)
-        loss = nn.functional.cross_entropy(model(data.train_inputs[batch]), data.train_targets[batch])
+        inputs, labels = data.train.take(run.learner.batch(step))
+        loss = nn.functional.cross_entropy(model(inputs), labels)
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter -= rate * gradient
-    expected = MLP.evaluate(model, data)["train_loss"].item()
-    assert [point.step for point in points] == [0, 4, 8]
-    assert points[-1].metrics["train_loss"] == pytest.approx(expected, rel=1e-5)
+    expected = nn.functional.cross_entropy(model(data.train.inputs), data.train.targets).item()
+    assert [line["iteration"] for line in points] == [0, 4, 8]
+    assert points[-1]["train_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_an_epoch_has_every_sample_once_and_another_order_than_the_next():
     run = Run(MLP, CONTESTANTS["SGD"], starts("SGD"), MLP.load(None, 0), 0, 8, False)
-    first, second = (torch.cat([run._batch(step) for step in steps]) for steps in (range(4), range(4, 8)))
+    first, second = (torch.cat([run.learner.batch(step) for step in steps]) for steps in (range(4), range(4, 8)))
     assert first.sort().values.tolist() == second.sort().values.tolist() == list(range(64))
     assert not torch.equal(first, second)
 
@@ -55,7 +55,7 @@ def test_all_contestants_have_the_same_first_weights_and_batches():
 def test_a_run_that_diverges_ends():
     settings = {"lr": 1e9}
     points, _ = curve_of(MLP, CONTESTANTS["SGD"], settings, MLP.load(None, 0), 0, 8, False, lambda curve: False)
-    assert not points[-1].metrics["train_loss"] < 1e4
+    assert not points[-1]["train_loss"] < 1e4
     assert MLP.measure.score(points, 8) >= 1e4
 
 
@@ -84,23 +84,23 @@ def test_muon_has_the_hidden_layers_and_adamw_the_others():
 def test_muon_and_adamw_are_corrected_jointly(name):
     data = MLP.load(None, 0)
     run = Run(MLP, CONTESTANTS[name], starts(name), data, 0, 8, False)
-    correction = run.optimizers._beside
+    learner = run.learner
+    batch, correction = learner.batch(0), learner.optimizers.correction
     given = {}
-    run.optimizers.parts[1].register_step_pre_hook(
-        lambda *_: given.update({name: p.grad.clone() for name, p in run.model.named_parameters()})
+    learner.optimizers.parts[1].register_step_pre_hook(
+        lambda *_: given.update({name: p.grad.clone() for name, p in learner.model.named_parameters()})
     )
-    run.model.zero_grad()
-    run._loss(run.model, run._batch(0)).backward()
-    inputs, plain = data.train_inputs[run._batch(0)], run.model[0].weight.grad.clone()
+    learner.loss(learner.model, batch).backward()
+    (inputs, labels), plain = data.train.take(batch), learner.model[0].weight.grad.clone()
     assert len(correction.optimizers) == 2
-    run.optimizers.step()
+    learner.optimizers.step()
     gradient = given["0.weight"]
     assert not torch.allclose(gradient, plain)
     # The last layer's, which AdamW holds, by hand: outputs, softmax − one-hot, and λ as a part of the mean eigenvalue.
-    model = first_model(MLP, "", 0)
+    model = first_model(0, lambda: MLP.model(""))
     with torch.no_grad():
         hidden = model[:-1](inputs)
-        changes = torch.softmax(model(inputs), 1) - nn.functional.one_hot(data.train_targets[run._batch(0)], 10)
+        changes = torch.softmax(model(inputs), 1) - nn.functional.one_hot(labels, 10)
         rows = torch.cat([hidden, torch.ones(len(hidden), 1)], 1).double()
         part = 0.2 if name == "Newton-Muon" else 0.1
         level = part * rows.square().sum() / min(rows.shape)
@@ -110,31 +110,11 @@ def test_muon_and_adamw_are_corrected_jointly(name):
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_augmented_images_are_windows_of_padded_ones():
-    images = torch.arange(2.0 * 3 * 5 * 5).view(2, 3, 5, 5) + 1
-    moved = crop_and_flip(images.repeat(40, 1, 1, 1), torch.Generator().manual_seed(0), padding=2)
-    windows = set()
-    for number, image in enumerate(moved):
-        padded = nn.functional.pad(images[number % 2], (2, 2, 2, 2))
-        places = [
-            (down, right, flipped)
-            for down in range(5)
-            for right in range(5)
-            for flipped in (False, True)
-            if torch.equal(
-                image, (lambda x, f: x.flip(2) if f else x)(padded[:, down : down + 5, right : right + 5], flipped)
-            )
-        ]
-        assert places, f"image {number} is no window"
-        windows.update(places)
-    assert len(windows) > 20  # and not always the same
-
-
 def test_a_search_does_not_see_the_test_data():
-    data = Data(torch.arange(20), torch.arange(20), torch.arange(100, 110), torch.arange(100, 110))
-    split = data.with_validation()
-    assert split.train_inputs.tolist() == list(range(18))
-    assert split.test_inputs.tolist() == [18, 19]
+    known, unseen = torch.arange(20), torch.arange(100, 110)
+    split = Data(Samples(known, known), Samples(unseen, unseen)).with_validation()
+    assert split.train.inputs.tolist() == split.train.targets.tolist() == list(range(18))
+    assert split.test.inputs.tolist() == split.test.targets.tolist() == [18, 19]
 
 
 @pytest.mark.slow
@@ -142,9 +122,8 @@ def test_a_search_does_not_see_the_test_data():
 def test_everybody_runs(task):
     for name in TASKS[task].contestants:
         points, _ = curve(name, task=task_named(task, tiny=True))
-        assert [point.step for point in points] == [0, 4, 8], name
-        assert isinstance(points[-1], Point)
-        assert points[-1].metrics["train_loss"] < 1e4, name
+        assert [line["iteration"] for line in points] == [0, 4, 8], name
+        assert points[-1]["train_loss"] < 1e4, name
 
 
 @pytest.mark.gpu
@@ -156,4 +135,4 @@ def test_a_captured_run_learns_what_an_eager_one_does(name):
     graphed, is_graphed = curve(name, task=task, device="cuda", graph=True, steps=40)
     assert is_graphed
     for one, other in zip(eager, graphed, strict=True):
-        assert one.metrics["train_loss"] == pytest.approx(other.metrics["train_loss"], rel=0.02)
+        assert one["train_loss"] == pytest.approx(other["train_loss"], rel=0.02)

@@ -1,0 +1,313 @@
+"""What a config stands for on a device: the data, the model, the optimiser with or without its correction.
+
+A correction keeps a few things in mind that are in no state dict: which layers it has looked at, where it looks next.
+They may decide between two ways of computing one number, which differ by rounding. To be able to go on bit for bit, a
+learner settles on a state, whether it comes from a checkpoint or was just written to one: the correction is attached
+anew and takes two steps that change nothing. Both then know the same.
+"""
+
+import contextlib
+import math
+import warnings
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from consequent.maths.bound import DEFAULT as BOUND
+from consequent.reports.counters import Counters
+from consequent.reports.errors import StandstillError
+from consequent_lab.augmentation import moved_and_mirrored
+from consequent_lab.datasets import Dataset, prepared
+from consequent_lab.learner import Learner, first_model, seed_number
+from consequent_lab.models import mlp, residual_net
+from consequent_lab.optimizers import Optimizers, plain_optimizer
+from consequent_lab.own_code import own_model
+from consequent_lab.rank_group import RankGroup
+from consequent_lab.samples import Samples, usual_loss
+from consequent_lab.schedules import rate_factor
+from consequent_lab.train_config import TrainConfig, is_own
+from consequent_lab.training_metrics import GradientNorms, Tally
+
+REHEARSED_STEPS = 2  # the correction looks at its layers in the first one, and may take its fast ways in the second
+
+
+class ConfiguredLearner(Learner):
+    """The learner of a config, whose state can be kept and gone on from.
+
+    Nothing is trained before :meth:`settle`.
+
+    Args:
+        config: what is asked for.
+        dataset: as it was read.
+        device: where everything is to live.
+        ranks: the ranks that share the run out among themselves.
+    """
+
+    def __init__(
+        self, config: TrainConfig, dataset: Dataset, device: torch.device, ranks: RankGroup | None = None
+    ) -> None:
+        _refuse(config, dataset, device, ranks)
+        data = prepared(dataset, config.normalisation, device, flat=not config.is_convolutional)
+        channels_last = config.is_convolutional and config.channels_last
+        model = model_of(config, dataset).to(device)
+        if channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._wants_graph = (
+            device.type == "cuda" and config.graph is not False and ranks is None and not _what_changes(config)
+        )
+
+        def augment(inputs: Tensor, generator: torch.Generator) -> Tensor:
+            images = inputs.reshape(-1, *dataset.train_images.shape[1:])
+            return moved_and_mirrored(images, config.augment, generator).reshape(inputs.shape)
+
+        super().__init__(
+            model,
+            Optimizers(model, [build_optimizer(config, model, capturable=self._wants_graph)]),
+            Samples(data.train_inputs, data.train_labels, channels_last=channels_last),
+            usual_loss,
+            config.batch_size,
+            config.seed,
+            augment if config.augment else None,
+        )
+        self.test_samples = Samples(data.test_inputs, data.test_labels, channels_last=channels_last)
+        self.config = config
+        self.tally = Tally(device, None if ranks is None else ranks.add_up)
+        self.norms = GradientNorms(model, keep_plain=config.gradient_norms == "both")
+        self._ranks = ranks
+        if ranks is not None:
+            self._called = ranks.wrap(model, device)
+
+    def step(self, iteration: int, total: int) -> None:
+        """Takes the step of an iteration, out of so many, and counts its samples.
+
+        Learning rate and random numbers depend on the iteration alone: nothing needs to be kept to go on with them.
+        """
+        if self.config.schedule != "constant" or self.config.warm_up:
+            self.schedule(rate_factor(self.config, iteration, total))
+        if is_own(self.config.model):  # there may be dropout in it
+            torch.manual_seed(seed_number(self.config.seed, "iteration", iteration))
+        place = iteration % self.per_epoch
+        if place == 0:
+            self.tally.begin_epoch()
+        self.learn(self.batch(iteration))
+        if place == self.per_epoch - 1:
+            self.tally.end_epoch()
+
+    def eager_step(self, indices: Tensor) -> None:
+        """Trains without a graph; that nothing is finite any more is seen, and ends the run, when metrics are read."""
+        with contextlib.suppress(StandstillError):
+            super().eager_step(indices)
+
+    def loss(self, model: nn.Module, indices: Tensor) -> Tensor:
+        """Returns the loss over this rank's share of the samples, and counts them."""
+        inputs, targets = self._trained_on.take(indices if self._ranks is None else self._ranks.share(indices))
+        outputs = model(inputs)
+        loss = self._loss(outputs, targets)
+        self.tally.add(loss.detach(), outputs.detach(), targets)
+        return loss
+
+    def share_buffers(self) -> None:
+        """Gives all ranks the same running statistics, as they have the same weights."""
+        if self._ranks is not None:
+            self._ranks.share_buffers(self.model)
+
+    def counters(self) -> dict[str, int]:
+        """Returns what the correction counted; waits for the device."""
+        correction = self.optimizers.correction
+        return {} if correction is None else asdict(correction.counters)
+
+    def foresight(self) -> dict[str, dict[str, float]]:
+        """Returns, by layer, how large the wanted and the produced change of its outputs was in the last step.
+
+        Beside their lengths, the cosines between what was wanted and the step, and what the plain gradient would have
+        had. Nothing if the last step was skipped.
+        """
+        assert self.optimizers.correction is not None
+        try:
+            layers = self.optimizers.correction.foresight()
+        except RuntimeError:
+            return {}
+        return {
+            name: {
+                "wanted": _length(layer.wanted),
+                "produced": _length(layer.produced),
+                "cosine": layer.cosine,
+                "backprop_cosine": layer.backprop_cosine,
+            }
+            for name, _ in self.model.named_modules()  # in their order
+            if (layer := layers.get(name)) is not None
+        }
+
+    # ---- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns a copy of all that changes in training, on the CPU."""
+        self.share_buffers()
+        return {
+            "model": {name: _copied(tensor) for name, tensor in self.model.state_dict().items()},
+            "optimizer": [{key: _copied(value) for key, value in state.items()} for state in self.optimizers.states],
+            "tally": _copied(self.tally.values),
+            "counters": self.counters(),
+        }
+
+    def settle(self, state: dict[str, Any] | None = None) -> None:
+        """Makes everything ready to train on from a state, always in the same way.
+
+        Args:
+            state: from :meth:`state_dict`; None is the present one.
+        """
+        state = self.state_dict() if state is None else state
+        try:
+            self.model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise ValueError(f"the checkpoint is of another model than {self.config.model} is now: {error}") from error
+        self.forget_epoch()
+        self._attach_and_rehearse()
+        if self._wants_graph:
+            self._capture()
+        self._restore(state)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Writes a state into the tensors that are there: a captured step knows them by their addresses."""
+        self.model.load_state_dict(state["model"])
+        with torch.no_grad():
+            for kept, saved in zip(self.optimizers.states, state["optimizer"], strict=True):
+                for key, value in kept.items():
+                    if not isinstance(value, Tensor):
+                        optimiser = type(self.optimizers.parts[0]).__name__
+                        raise TypeError(f"{optimiser} keeps {key!r} as a {type(value).__name__}")
+                    if saved:
+                        value.copy_(saved[key])
+                    else:
+                        value.zero_()  # what every one of the optimisers starts from
+            self.tally.values.copy_(state["tally"])
+        correction = self.optimizers.correction
+        if correction is not None:
+            counters = state["counters"] or asdict(Counters())
+            correction.load_state_dict({**correction.state_dict(), "counters": counters})
+
+    def _attach_and_rehearse(self) -> None:
+        self.norms.watch(self.optimizers.parts[0])  # first: it is to see the gradients before the correction does
+        if self.config.consequentialist:
+            self.optimizers.attach(
+                damping=self.config.damping,
+                relative_damping=self.config.relative_damping,
+                bound=None if self.config.damping is not None else BOUND,
+                foresight=self.config.foresight,
+            )
+        self.optimizers.schedule(0.0)
+        for _ in range(REHEARSED_STEPS):
+            self.eager_step(self._first_indices())
+        self.optimizers.schedule(1.0)
+
+    def _capture(self) -> None:
+        try:
+            self.capture(self._first_indices(), warm_up=3)
+        except RuntimeError as error:
+            if self.config.graph:
+                raise
+            warnings.warn(f"the step cannot be captured in a CUDA graph and is run as it is: {error}", stacklevel=2)
+            self._wants_graph = False
+            self._attach_and_rehearse()
+
+    def _first_indices(self) -> Tensor:
+        return torch.arange(self.config.batch_size, device=self.samples.device)
+
+
+# ---- what fits together ------------------------------------------------------------------------------------------
+
+
+def _refuse(config: TrainConfig, dataset: Dataset, device: torch.device, ranks: RankGroup | None) -> None:
+    """Raises if the config does not fit the data or the device."""
+    if ranks is not None:
+        ranks.check_batch_size(config.batch_size)
+        if config.graph:
+            raise ValueError("graph: the step of several ranks cannot be a CUDA graph; leave it to the default")
+    if config.graph and device.type != "cuda":
+        raise ValueError(f"graph: a CUDA graph needs a CUDA device, and this is {device}; leave it to the default")
+    if config.graph and (changing := _what_changes(config)):
+        raise ValueError(f"graph: a CUDA graph is every step the same, and {changing} is not; leave out one of both")
+    shape = tuple(dataset.train_images.shape[1:])
+    if len(shape) != 3 and (config.augment or config.is_convolutional):
+        what = f"augment {' '.join(config.augment)}" if config.augment else f"model {config.model}"
+        raise ValueError(f"{what} is for images [N, channels, height, width]; these inputs are [N, {str(shape)[1:-1]}]")
+    if dataset.classes is None and not is_own(config.model) and dataset.train_labels[0].ndim != 1:
+        targets = list(dataset.train_labels.shape)
+        raise ValueError(
+            f"model {config.model} has outputs [N, n], and these targets are {targets}: give a model of your own"
+        )
+
+
+def _what_changes(config: TrainConfig) -> str:
+    """Returns what makes a step another one than the step before, or needs more than its numbers."""
+    changing = {
+        f"the schedule {config.schedule}": config.schedule != "constant",
+        "a warm-up": config.warm_up > 0,
+        "a step that is looked at (foresight)": config.foresight,
+        f"the model {config.model}, which may draw random numbers,": is_own(config.model),
+    }
+    return next((what for what, is_there in changing.items() if is_there), "")
+
+
+# ---- what it is made of ------------------------------------------------------------------------------------------
+
+
+def model_of(config: TrainConfig, dataset: Dataset) -> nn.Module:
+    """Returns the model with the seed's first weights."""
+    if is_own(config.model):
+        return first_model(config.seed, lambda: own_model(config.model, dataset))
+    outputs = dataset.train_labels.shape[-1] if dataset.classes is None else dataset.classes
+    return build_model(config, tuple(dataset.train_images.shape[1:]), outputs)
+
+
+def build_model(config: TrainConfig, shape: tuple[int, ...], outputs: int) -> nn.Sequential:
+    """Returns one of the lab's models with the seed's first weights.
+
+    Args:
+        config: names the model and the seed.
+        shape: of an image: channels, height, width.
+        outputs: classes, or numbers.
+    """
+
+    def make() -> nn.Sequential:
+        if config.model == "mlp":
+            return mlp(torch.Size(shape).numel(), config.hidden, outputs)
+        batch_norm = config.model == "resnet20-bn"
+        return residual_net(config.widths, config.blocks, batch_norm, channels=shape[0], classes=outputs)
+
+    return first_model(config.seed, make)
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module, *, capturable: bool) -> Optimizer:
+    """Returns the plain optimiser; the last layer is a group of its own where its learning rate differs."""
+    parameters = list(model.parameters())
+    groups: list[dict[str, Any]] = [{"params": parameters}]
+    if config.head_lr_factor != 1:
+        dense = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        if not dense:
+            raise ValueError(f"head_lr_factor {config.head_lr_factor}: {config.model} has no nn.Linear; leave it at 1")
+        head = list(dense[-1].parameters())
+        body = [parameter for parameter in parameters if not any(parameter is one for one in head)]
+        groups = [{"params": body}, {"params": head, "lr": config.head_lr_factor * config.lr}]
+    # Adam's decay is beside the moments, not through them.
+    name = "adamw" if config.optimiser == "adam" and config.weight_decay else config.optimiser
+    return plain_optimizer(
+        name,
+        groups,
+        config.lr,
+        config.weight_decay,
+        momentum=config.momentum,
+        betas=config.betas,
+        capturable=capturable,
+    )
+
+
+def _length(tensors: tuple[Tensor, ...]) -> float:
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

@@ -1,0 +1,89 @@
+"""Optimisers by name, and several that step as one."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+
+import consequent
+from consequent import Consequentialism
+
+
+class Optimizers:
+    """Optimisers that step together as if they were one, with or without a correction of them all.
+
+    Args:
+        model: whose parameters they hold.
+        parts: with the learning rates that a schedule starts from.
+    """
+
+    def __init__(self, model: nn.Module, parts: list[Optimizer]) -> None:
+        self.parts = parts
+        self.correction: Consequentialism | None = None
+        self._model = model
+        self._peaks = [float(group["lr"]) for group in self.param_groups]
+
+    def attach(self, **options: Any) -> None:
+        """Makes them their C- versions, anew if they were.
+
+        Args:
+            options: of `consequent.attach`.
+        """
+        if self.correction is not None:
+            self.correction.detach()
+        self.correction = consequent.attach(self.parts, self._model, **options)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def states(self) -> list[dict[str, Any]]:
+        """What they keep of each parameter."""
+        return [part.state[one] for part in self.parts for group in part.param_groups for one in group["params"]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients of the model."""
+        self._model.zero_grad(set_to_none=set_to_none)
+
+    def step(self) -> None:
+        """Takes one step of each."""
+        for part in self.parts:
+            part.step()
+
+    def schedule(self, factor: float) -> None:
+        """Sets all learning rates to a fraction of their peaks."""
+        for group, peak in zip(self.param_groups, self._peaks, strict=True):
+            group["lr"] = factor * peak
+
+
+def plain_optimizer(
+    name: str,
+    parameters: Iterable[Tensor] | Iterable[dict[str, Any]],
+    lr: float,
+    weight_decay: float = 0.0,
+    *,
+    momentum: float = 0.9,
+    betas: tuple[float, float] = (0.9, 0.999),
+    capturable: bool = False,
+) -> Optimizer:
+    """Returns one of torch's: sgd, momentum, nesterov, adam, adamw or rmsprop.
+
+    Args:
+        name: which.
+        parameters: as torch takes them.
+        lr: the learning rate.
+        weight_decay: as torch takes it.
+        momentum: of momentum and nesterov.
+        betas: of adam and adamw.
+        capturable: in a CUDA graph.
+    """
+    if name in ("adam", "adamw"):
+        kind = Adam if name == "adam" else AdamW
+        return kind(parameters, lr=lr, betas=betas, weight_decay=weight_decay, capturable=capturable)
+    if name == "rmsprop":
+        return RMSprop(parameters, lr=lr, weight_decay=weight_decay, capturable=capturable)
+    momentum = 0.0 if name == "sgd" else momentum
+    return SGD(parameters, lr=lr, momentum=momentum, nesterov=name == "nesterov", weight_decay=weight_decay)
