@@ -10,8 +10,9 @@ import pytest
 from faults.command import table
 from faults.record import recorded
 
+from benchmarks.scaling.__main__ import growth_table
 from consequent.maths.damping import DEFAULT
-from consequent_lab.bench_tables import cost_table, first_step_table, growth_table
+from consequent_lab.bench_tables import cost_table, first_step_table
 from consequent_lab.demo_table import epochs_to_target, markdown_lines, seconds_per_step
 from consequent_lab.paper import learning_rates, mlp, resnet20
 from consequent_lab.paper.archive import Archive

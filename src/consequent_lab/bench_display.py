@@ -1,13 +1,10 @@
 """The tables of `consequent bench`."""
 
-from math import isfinite
-
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from consequent_lab.first_step import FirstStep
 from consequent_lab.numbers import three_digits
-from consequent_lab.scaling import QUANTITIES, Curve
 from consequent_lab.speed import Played, Row
 
 
@@ -53,24 +50,6 @@ def failures(played: list[Played]) -> list[str]:
         for one in played
         for entrant, error in one.timings.errors.items()
     ]
-
-
-def scaling_table(curves: list[Curve]) -> Table:
-    """Returns the table of exponents."""
-    table = Table(
-        box=SIMPLE_HEAD, pad_edge=False, caption="time ∝ size^exponent, fitted where the time grows with the size"
-    )
-    table.add_column("what grows", ratio=1)
-    for heading in ("largest", "SGD", "C-SGD", "at\nbackward", "correction", "predicted\nhere"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("predicted for the largest sizes", ratio=1)
-    for curve in curves:
-        exponents = [curve.exponent(quantity) for quantity in QUANTITIES]
-        largest = f"{curve.sizes[-1]:,}" if curve.points else "–"
-        numbers = [f"{value:.2f}" if isfinite(value) else "flat" for value in (*exponents, curve.predicted)]
-        what = f"[bold]{curve.sweep.axis}[/] ({curve.sweep.title})"
-        table.add_row(what, largest, *numbers, curve.sweep.prediction, end_section=True)
-    return table
 
 
 def _numbers(row: Row) -> tuple[str, str, str]:

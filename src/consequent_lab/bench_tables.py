@@ -1,15 +1,13 @@
 """The tables of README and docs/speed.md, from the JSON files of `consequent bench`.
 
-`consequent bench --tables results/bench-h200.json results/bench-cpu.json results/scaling-h200.json` prints them, and
-the tests look for them in the pages.
+`consequent bench --tables results/bench-h200.json results/bench-cpu.json` prints them, and the tests look for them in
+the pages.
 """
 
 from collections.abc import Sequence
-from math import isfinite
 from typing import Any
 
 from consequent_lab.numbers import three_digits
-from consequent_lab.scaling import recorded_curves
 
 WAYS = {"step": '`at="step"`', "backward": '`at="backward"`', "refresh": "`refresh=10`"}
 
@@ -61,22 +59,6 @@ def first_step_table(record: dict[str, Any]) -> list[str]:
         f"{'failed' if step['seconds'] is None else three_digits(step['seconds'])} | {step['target']:g} |"
         for step in record["first_steps"]
     ]
-
-
-def growth_table(record: dict[str, Any]) -> list[str]:
-    """Returns the lines of the table of the study of growth, with powers fitted as they are now."""
-    heads = ("what grows", "up to", "SGD, ms", "C-SGD, ms", "at backward, ms")
-    lines = [f"| {' | '.join(heads)} | exponent of SGD | of the correction | predicted |", "|---" * 8 + "|"]
-    for curve in recorded_curves(record):
-        if not curve.points:
-            continue
-        last = curve.points[-1]
-        times = ["–" if one is None else three_digits(one.median) for one in (last.plain, last.ours, last.backward)]
-        powers = (curve.exponent("plain"), curve.exponent("correction"), curve.predicted)
-        shown = [f"{power:.2f}" if isfinite(power) else "flat" for power in powers]
-        cells = [f"{curve.sweep.axis}, {curve.sweep.title}", f"{last.size:,}", *times, *shown]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
 
 
 def _machine(record: dict[str, Any]) -> str:

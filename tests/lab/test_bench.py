@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import consequent
-from consequent_lab import bench_tables, cli, first_step, operations, scaling, speed, targets, timing
-from consequent_lab.bench import Bench
+from consequent_lab import bench_tables, cli, first_step, speed, targets, timing
 from consequent_lab.graphs import GraphedStep
 from consequent_lab.models import mlp
 from consequent_lab.timing import Plan, Quartiles
@@ -217,12 +216,14 @@ def test_a_first_step_that_fails_is_said_so():
 
 
 def test_tables_are_printed_from_their_numbers(capsys):
-    results = ("bench-h200.json", "bench-cpu.json", "scaling-h200.json")
+    results = ("bench-h200.json", "bench-cpu.json")
     folder = Path(__file__).parents[2] / "results"
     assert cli.main(["bench", "--tables", *(str(folder / name) for name in results)]) == 0
     printed = capsys.readouterr().out
     assert "| ResNet-20, batch 128, H200, CUDA graph | Nesterov + BN " in printed
-    assert "| what grows | up to |" in printed
+    assert "| first step of a new process |" in printed
+    assert cli.main(["bench", "--tables", str(folder / "scaling-h200.json")]) == 1
+    assert "scaling-h200.json: not a file of consequent bench" in capsys.readouterr().err
 
 
 def test_a_table_has_a_column_for_every_way():
@@ -388,95 +389,6 @@ def test_peak_memory_counts_model_and_activations():
     assert 16 <= peak.later <= 200  # MiB: weight, gradient, inputs and activations of 4 MiB each, and workspaces
 
 
-# ---- scaling ----------------------------------------------------------------------------------------------------
-
-
-def test_exponents_are_found_where_the_time_grows():
-    sizes = [2**k for k in range(9)]
-    assert scaling.fit_exponent(sizes, [3 * size**2.5 for size in sizes]) == pytest.approx(2.5)
-    values = [1000 + 3 * size**2.5 for size in sizes]
-    assert sizes[scaling.growing(sizes, values)] == sizes[2:]
-    assert 1.7 < scaling.fit_exponent(sizes, values) < 2.5
-    assert math.isnan(scaling.fit_exponent(sizes, [10 + 0.001 * size for size in sizes])), "flat"
-    assert math.isnan(scaling.fit_exponent(sizes, [10.0] * 8 + [30.0])), "one step is no power"
-    assert math.isnan(scaling.fit_exponent([1, 2, 4, 8], [1.0, 1.0, -1.0, 0.5]))
-    assert math.isnan(scaling.fit_exponent([], []))
-
-
-def counted(task, model):
-    with torch.device("meta"):
-        return operations.correction_operations(task, model())
-
-
-def test_operations_are_counted_from_shapes():
-    dense = counted(Task("", (4, 8)), lambda: nn.Sequential(nn.Linear(8, 6)))
-    assert dense == 4**2 * 9 + 4**3 / 6 + 4**2 * 6 + 4 * 6 * 9
-    convolution = counted(Task("", (4, 3, 8, 8)), lambda: nn.Sequential(nn.Conv2d(3, 5, 3, 2, 1, bias=False)))
-    assert convolution == 4 * 16 * 27**2 + 27**3 / 6 + 27**2 * 5
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("mlp-batch", 1),
-        ("mlp-width", 2),
-        ("conv-batch", 1),
-        ("conv-channels", 2),
-        ("conv-side", 2),
-        ("conv-depth", 1),
-    ],
-)
-def test_predicted_exponents_at_the_largest_sizes(name, expected):
-    sweep = next(sweep for sweep in scaling.sweeps("cuda") if sweep.name == name)
-    counts = [counted(*sweep.setup(size)) for size in sweep.sizes[-3:]]
-    assert scaling.slope(sweep.sizes[-3:], counts) == pytest.approx(expected, abs=0.25)
-    assert sweep.prediction.startswith(str(expected if name != "conv-channels" else 3))
-
-
-def test_a_sweep_stops_where_a_size_fails():
-    def setup(size):
-        return Task("", (size, 4)), lambda: mlp(4 if size < 8 else -1, [4], 10)
-
-    sweep = scaling.Sweep("s", "t", "a", (2, 4, 8, 16), setup, "")
-    curve = scaling.run_sweep(sweep, "cpu", scaling.Limits(5, 5, 20))
-    assert curve.sizes == [2, 4]
-    assert curve.stopped.startswith("8 failed: RuntimeError")
-
-
-def test_a_sweep_stops_when_time_runs_out():
-    sweep = next(sweep for sweep in scaling.sweeps("cpu", quick=True) if sweep.name == "mlp-width")
-    curve = scaling.run_sweep(sweep, "cpu", scaling.Limits(5, point_seconds=1e-6, sweep_seconds=20))
-    assert curve.sizes == list(sweep.sizes[:2]), "two points are needed to guess the third"
-    assert curve.stopped == f"{sweep.sizes[2]} would take too long"
-
-
-def test_quick_scaling_draws_and_records(tmp_path):
-    run, record = bench(tmp_path, "scaling", "--quick", "--only", "mlp-width", "conv-depth")
-    assert (tmp_path / "out" / "numbers.png").read_bytes().startswith(b"\x89PNG")
-    assert [curve["name"] for curve in record["curves"]] == ["mlp-width", "conv-depth"]
-    for curve in record["curves"]:
-        assert set(curve["exponents"]) == {"plain", "ours", "backward", "correction"}
-        assert len(curve["points"]) >= 2
-        for point in curve["points"]:
-            assert point["ours"]["median"] > 0
-            assert point["backward"]["median"] > 0
-            assert point["operations"] > 0
-        assert curve["prediction"]
-    assert "Picture: " in run.stdout
-
-
-def test_a_picture_is_drawn_again_from_its_numbers(tmp_path):
-    _, record = bench(tmp_path, "scaling", "--quick", "--only", "conv-depth")
-    numbers = tmp_path / "out" / "numbers.json"
-    curves = scaling.recorded_curves(record)
-    assert [point["size"] for point in record["curves"][0]["points"]] == curves[0].sizes
-    numbers.with_suffix(".png").unlink()
-    assert cli.main(["bench", "--draw", str(numbers)]) == 0
-    assert numbers.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    numbers.write_text('{"study": "speed"}')
-    assert cli.main(["bench", "--draw", str(numbers)]) == 1
-
-
 # ---- the command line -------------------------------------------------------------------------------------------
 
 
@@ -508,11 +420,3 @@ def test_a_gpu_that_is_not_there_is_said_so(tmp_path, capsys):
 
 def test_quartiles_of_one_value():
     assert Quartiles.of([2.0]) == Quartiles(2.0, 2.0, 2.0, 2.0, 2.0)
-
-
-@pytest.mark.parametrize("content", [b"no JSON", b"[1]", b'{"study": "speed"}', bytes([255, 254, 0])])
-def test_drawing_another_file_is_refused_by_name(content, tmp_path):
-    path = tmp_path / "other.json"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"--draw .*other\.json: not a file of consequent bench scaling"):
-        Bench(draw=path).run()
