@@ -21,7 +21,8 @@ Device = Literal["auto", "cpu", "cuda"]
 class Bench:
     """Measure training steps of real networks, consequentialist and plain, against the targets.
 
-    How the cost grows with the size is another study: python -m benchmarks.scaling, in a clone of the repository.
+    In a clone of the repository there are more studies: how the cost grows with the size (python -m
+    benchmarks.scaling), and the first step of a new process (python -m benchmarks.first_step).
     """
 
     device: Device = "auto"
@@ -33,7 +34,7 @@ class Bench:
     repeats: int | None = None
     """Samples of every contestant (default: 50 on a GPU, 60 on a CPU, fewer where time runs out)."""
     tables: tuple[Path, ...] = ()
-    """Print the tables of these JSON files as they are in the documentation, and measure nothing."""
+    """Print the table of these JSON files as it is in the documentation, and measure nothing."""
     quick: bool = False
     """Tiny networks that only show that everything works; on the CPU unless a device is named."""
 
@@ -50,7 +51,7 @@ class Bench:
 
         start = time.perf_counter()
         if self.tables:
-            _print_tables(self.tables)
+            _print_table(self.tables)
             return
         device = "cpu" if self.quick and self.device == "auto" else chosen_device(self.device)
         screen = console()
@@ -59,40 +60,29 @@ class Bench:
         screen.print(f"Time: {time.perf_counter() - start:.0f} s")
 
     def _measure(self, screen: "Console", device: str) -> None:
-        from consequent_lab.bench_display import failures, first_step_table, speed_table
-        from consequent_lab.first_step import FirstStep, time_first_steps
+        from rich.markdown import Markdown
+
+        from consequent_lab.bench_tables import cost_table, verdicts
         from consequent_lab.records import write_json
         from consequent_lab.rounding import tf32
         from consequent_lab.speed import Played, play
-        from consequent_lab.targets import FULL, QUICK, Match, first_steps, matches
+        from consequent_lab.targets import FULL, QUICK, matches
 
-        sizes, judge = QUICK if self.quick else FULL, not self.quick
-        known: dict[str, Match | str] = {match.name: match for match in matches(device, sizes)}
-        known |= {name: name for name in first_steps(sizes)} if device == "cuda" else {}
         record = new_record("speed", device, quick=self.quick)
         played: list[Played] = []
-        first: list[FirstStep] = []
-        for one in chosen(self.only, known):
+        for match in chosen(self.only, {one.name: one for one in matches(device, QUICK if self.quick else FULL)}):
             start = time.perf_counter()
-            if isinstance(one, str):
-                first += time_first_steps(one, device, quick=self.quick)
-                what = f"{one}: {first[-1].task}, a new process"
-            else:
-                with tf32(allowed=True):
-                    played.append(play(one, device, self._plan(device)))
-                what = f"{one.name}: {one.task.title}, {one.mode}"
+            with tf32(allowed=True):
+                played.append(play(match, device, self._plan(device)))
             rows = [row for each in played for row in each.rows()]
-            record["rows"] = [row.record(judge=judge) for row in rows]
-            record["first_steps"] = [each.record(judge=judge) for each in first]
+            record["rows"] = [row.record(judge=not self.quick) for row in rows]
             record["measurements"] = [each.record() for each in played]
             write_json(self.output, record)  # after every match: an interrupted bench is not lost
-            screen.print(f"{what}: {time.perf_counter() - start:.0f} s", markup=False)
-        if played:
-            screen.print(speed_table(rows, judge=judge))
-        if first:
-            screen.print(first_step_table(first, judge=judge))
-        for sentence in failures(played):
-            screen.print(sentence, markup=False)
+            seconds = time.perf_counter() - start
+            screen.print(f"{match.name}: {match.task.title}, {match.mode}: {seconds:.0f} s", markup=False)
+        screen.print(Markdown("\n".join(cost_table([record]))))
+        for line in verdicts(record["rows"]):
+            screen.print(line, markup=False, soft_wrap=True)
         screen.print(f"Numbers: {self.output}")
 
     def _plan(self, device: str) -> "Plan":
@@ -127,18 +117,16 @@ def new_record(study: str, device: str, *, quick: bool) -> dict[str, Any]:
     return {"study": study, "quick": quick, **record}
 
 
-def _print_tables(paths: tuple[Path, ...]) -> None:
+def _print_table(paths: tuple[Path, ...]) -> None:
     import json
 
-    from consequent_lab.bench_tables import cost_table, first_step_table
+    from consequent_lab.bench_tables import cost_table
 
     records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     for path, record in zip(paths, records, strict=True):
         if record.get("study") != "speed":
             raise ValueError(f"--tables {path}: not a file of consequent bench")
-    for lines in (cost_table(records), *map(first_step_table, records)):
-        if lines:
-            print("\n".join(lines), end="\n\n")
+    print("\n".join(cost_table(records)))
 
 
 def device_name(device: str) -> str:

@@ -1,7 +1,7 @@
-"""The tables of README and docs/speed.md, from the JSON files of `consequent bench`.
+"""The table of README and docs/speed.md, from the JSON files of `consequent bench`, and which targets are met.
 
-`consequent bench --tables results/bench-h200.json results/bench-cpu.json` prints them, and the tests look for them in
-the pages.
+`consequent bench --tables results/bench-h200.json results/bench-cpu.json` prints it, and the tests look for it in the
+pages.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def cost_table(records: Sequence[dict[str, Any]]) -> list[str]:
         for row in record["rows"]:
             if row["quantity"] == "time" or row["target"] is not None:
                 what = "peak memory" if row["quantity"] == "memory" else row["mode"]
-                work = f"{row['task']}, {_machine(record)}, {what}"
+                work = f"{row['task']}, {machine(record)}, {what}"
                 key = work.removesuffix(", eager") if record["device"]["type"] == "cpu" else work
                 lines.setdefault((key, row["baseline"]["name"], row["unit"]), {})[row.get("way") or "step"] = row
     if not lines:
@@ -49,18 +49,20 @@ def _ratio(row: dict[str, Any] | None) -> str:
     return f"{f'**{median}**' if row.get('best', True) else median} ({spread})"
 
 
-def first_step_table(record: dict[str, Any]) -> list[str]:
-    """Returns the lines of the table of first steps; none if they were not timed."""
-    if not record.get("first_steps"):
-        return []
-    head = ["| first step of a new process | Triton's cache | seconds | wanted |", "|---|---|---|---|"]
-    return head + [
-        f"| {step['task']}, {_machine(record)} | {step['cache']} | "
-        f"{'failed' if step['seconds'] is None else three_digits(step['seconds'])} | {step['target']:g} |"
-        for step in record["first_steps"]
-    ]
-
-
-def _machine(record: dict[str, Any]) -> str:
+def machine(record: dict[str, Any]) -> str:
+    """Returns where a file's numbers were measured, in a word or two."""
     device = record["device"]
     return "H200" if "H200" in device["name"] else str(device["name"]).replace("CPU, ", "CPU with ")
+
+
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns a line for every target that was judged, and for every comparison that failed."""
+    lines = []
+    for row in rows:
+        what = f"{row['task']}, {row['mode']}: {row['ours']['name']} ÷ {row['baseline']['name']}"
+        what += ", memory" if row["quantity"] == "memory" else ""
+        if row["error"] is not None:
+            lines.append(f"{what} failed: {row['error']}")
+        elif row["met"] is not None:
+            lines.append(f"{what} {row['ratio']['median']:.2f}, {'met' if row['met'] else 'missed'}: {row['target']:g}")
+    return lines

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import consequent
-from consequent_lab import bench_tables, cli, first_step, speed, targets, timing
+from consequent_lab import bench_tables, cli, speed, targets, timing
 from consequent_lab.graphs import GraphedStep
 from consequent_lab.models import mlp
 from consequent_lab.timing import Plan, Quartiles
@@ -51,7 +51,6 @@ def test_quick_bench_runs_and_records_everything(tmp_path):
         *(("mlp", "step"), ("mlp", "backward"), ("resnet20", "step"), ("resnet20", "backward"))
     ]
     assert [row["target"] for row in record["rows"]] == [1.2, 1.2, 1.6, 1.6]
-    assert record["first_steps"] == [], "on a CPU nothing is compiled"
     for name in ("mlp", "resnet20"):
         one, other = (row for row in record["rows"] if row["name"] == name)
         assert one["best"] != other["best"]
@@ -104,7 +103,6 @@ def test_targets_are_those_that_were_set():
     assert row("cuda", "resnet20", "C-Nesterov, refresh 10", "Nesterov") == 1.25
     assert row("cuda", "resnet50", "C-Nesterov, refresh 10", "Nesterov") == 1.15
     assert row("cuda", "gpt2", "C-AdamW, refresh 10", "AdamW") == 1.15
-    assert targets.FIRST_STEP == {"cold": 10, "warm": 2}
 
 
 def test_only_eager_matches_refresh_now_and_then_and_sample_whole_periods():
@@ -151,7 +149,7 @@ def test_an_entrant_that_fails_is_reported_and_the_rest_goes_on(tmp_path, monkey
     assert bad["error"] == "broken: MemoryError: no room for this model"
     assert bad["met"] is None
     printed = " ".join(capsys.readouterr().out.split())
-    assert "tiny, eager: broken failed: MemoryError: no room for this model" in printed
+    assert "tiny, eager: broken ÷ SGD failed: broken: MemoryError: no room for this model" in printed
     assert " met" in printed
     assert " failed" in printed
 
@@ -199,29 +197,12 @@ def test_one_of_ours_that_failed_leaves_the_other():
     assert good.met is True
 
 
-@pytest.mark.parametrize("cache", ["cold", "warm"])
-def test_first_steps_are_those_of_new_processes(cache, monkeypatch):
-    steps = first_step.time_first_steps("first-step-resnet20", "cpu", quick=True)
-    assert [step.cache for step in steps] == ["cold", "warm"]
-    (step,) = (step for step in steps if step.cache == cache)
-    assert (step.ours, step.error) == ("C-Nesterov", None)
-    assert 0 < step.seconds < 30
-    assert step.record(judge=True)["met"] == (step.seconds <= {"cold": 10, "warm": 2}[cache])
-
-
-def test_a_first_step_that_fails_is_said_so():
-    step = first_step.time_first_steps("first-step-mlp", "no such device", quick=True)[0]
-    assert step.seconds is step.met is None
-    assert step.error.startswith("RuntimeError")
-
-
-def test_tables_are_printed_from_their_numbers(capsys):
+def test_the_table_is_printed_from_its_numbers(capsys):
     results = ("bench-h200.json", "bench-cpu.json")
     folder = Path(__file__).parents[2] / "results"
     assert cli.main(["bench", "--tables", *(str(folder / name) for name in results)]) == 0
     printed = capsys.readouterr().out
     assert "| ResNet-20, batch 128, H200, CUDA graph | Nesterov + BN " in printed
-    assert "| first step of a new process |" in printed
     assert cli.main(["bench", "--tables", str(folder / "scaling-h200.json")]) == 1
     assert "scaling-h200.json: not a file of consequent bench" in capsys.readouterr().err
 
@@ -237,11 +218,9 @@ def test_a_table_has_a_column_for_every_way():
 
     rows = [row("step", 1.5, best=False), row("backward", 1.25, best=True), row("refresh", 1.1, best=True)]
     device = {"type": "cuda", "name": "NVIDIA H200"}
-    steps = [{"task": "MLP", "cache": "cold", "seconds": 7.0, "target": 10}]
-    record = {"rows": rows, "device": device, "first_steps": steps}
+    record = {"rows": rows, "device": device}
     cells = "1.50 (1.50–1.50) | **1.25** (1.25–1.25) | **1.10** (1.10–1.10)"
     assert bench_tables.cost_table([record])[2:] == [f"| MLP, H200, eager | SGD 2 ms | {cells} | 1.3, refresh 1.15 |"]
-    assert bench_tables.first_step_table(record)[2:] == ["| MLP, H200 | cold | 7 | 10 |"]
 
 
 # ---- timing -----------------------------------------------------------------------------------------------------
