@@ -10,8 +10,10 @@ import pytest
 from faults.command import table
 from faults.record import recorded
 
+from benchmarks import first_step
+from benchmarks.scaling.__main__ import growth_table
 from consequent.maths.damping import DEFAULT
-from consequent_lab.bench_tables import cost_table, first_step_table, growth_table
+from consequent_lab.bench_tables import cost_table
 from consequent_lab.paper import learning_rates, mlp, resnet20
 from consequent_lab.paper.archive import Archive
 from consequent_lab.paper.experiments import experiments, find
@@ -138,7 +140,7 @@ def test_the_costs_are_in_results():
     lines = cost_table(records)
     assert len(lines) > 7
     assert "\n".join(lines) in page("speed")
-    assert "\n".join(first_step_table(records[0])) in page("speed")
+    assert "\n".join(first_step.table(records[0])) in page("speed")
 
 
 def test_the_costs_of_both_ways_beside_the_choice_are_in_results():

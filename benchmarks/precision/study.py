@@ -17,10 +17,11 @@ from torch.nn.functional import cross_entropy, pad
 from torch.optim import SGD, Optimizer
 
 import consequent
+from benchmarks.precision.formats import FORMATS
 from benchmarks.precision.images import Images
 from consequent.layers import kind_of
 from consequent_lab.models import mlp, residual_net, resnet20
-from consequent_lab.rounding import FORMATS, tf32
+from consequent_lab.rounding import tf32
 
 
 @dataclass(frozen=True)

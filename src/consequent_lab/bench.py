@@ -1,13 +1,12 @@
-"""`consequent bench`: what the correction costs, how that grows, and what rounding does to it."""
+"""`consequent bench`: what the correction costs."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
-
-import tyro
 
 if TYPE_CHECKING:  # The command line reads this file for its options; torch is imported when needed.
     from rich.console import Console
@@ -20,33 +19,29 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure the cost of a consequentialist step beside the plain one.
+    """Measure training steps of real networks, consequentialist and plain, against the targets.
 
-    speed: training steps of real networks against the targets. scaling: how the cost grows with batch, width, channels,
-    image and depth.
+    In a clone of the repository there are more studies: how the cost grows with the size (python -m
+    benchmarks.scaling), and the first step of a new process (python -m benchmarks.first_step).
     """
 
-    study: tyro.conf.Positional[Literal["speed", "scaling"]] = "speed"
-    """What to measure."""
     device: Device = "auto"
     """Where; auto takes a GPU if there is one."""
-    output: Path | None = None
-    """The JSON file (default: bench.json, bench-scaling.json); pictures go beside it."""
+    output: Path = Path("bench.json")
+    """The JSON file."""
     only: tuple[str, ...] = ()
     """Names of the measurements to take, as in the JSON file (default: all)."""
     repeats: int | None = None
     """Samples of every contestant (default: 50 on a GPU, 60 on a CPU, fewer where time runs out)."""
-    draw: Path | None = None
-    """scaling: draw the picture of this JSON file beside it, and measure nothing."""
     tables: tuple[Path, ...] = ()
-    """Print the tables of these JSON files as they are in the documentation, and measure nothing."""
+    """Print the table of these JSON files as it is in the documentation, and measure nothing."""
     quick: bool = False
     """Tiny networks that only show that everything works; on the CPU unless a device is named."""
 
     def __post_init__(self) -> None:
         if self.repeats is not None and self.repeats < 1:
             raise ValueError(f"--repeats must be at least 1, got {self.repeats}")
-        if self.output is not None and self.output.suffix != ".json":
+        if self.output.suffix != ".json":
             raise ValueError(f"--output must end in .json, got {self.output}")
 
     def run(self) -> None:
@@ -55,80 +50,40 @@ class Bench:
         from consequent_lab.train_command import chosen_device
 
         start = time.perf_counter()
-        if self.draw is not None:
-            _draw_again(self.draw)
-            return
         if self.tables:
-            _print_tables(self.tables)
+            _print_table(self.tables)
             return
-        path = self.output or Path("bench.json" if self.study == "speed" else f"bench-{self.study}.json")
-        path.parent.mkdir(parents=True, exist_ok=True)  # Better fail now than after the measurement.
         device = "cpu" if self.quick and self.device == "auto" else chosen_device(self.device)
         screen = console()
-        screen.print(f"{self.study.capitalize()} on {device_name(device)}{', quick' if self.quick else ''}")
-        study = {"speed": self._speed, "scaling": self._scaling}[self.study]
-        study(screen, path, device)
+        screen.print(f"Speed on {device_name(device)}{', quick' if self.quick else ''}")
+        self._measure(screen, device)
         screen.print(f"Time: {time.perf_counter() - start:.0f} s")
 
-    def _speed(self, screen: "Console", path: Path, device: str) -> None:
-        from consequent_lab.bench_display import failures, first_step_table, speed_table
-        from consequent_lab.first_step import FirstStep, time_first_steps
+    def _measure(self, screen: "Console", device: str) -> None:
+        from rich.markdown import Markdown
+
+        from consequent_lab.bench_tables import cost_table, verdicts
         from consequent_lab.records import write_json
         from consequent_lab.rounding import tf32
         from consequent_lab.speed import Played, play
-        from consequent_lab.targets import FULL, QUICK, Match, first_steps, matches
+        from consequent_lab.targets import FULL, QUICK, matches
 
-        sizes, judge = QUICK if self.quick else FULL, not self.quick
-        known: dict[str, Match | str] = {match.name: match for match in matches(device, sizes)}
-        known |= {name: name for name in first_steps(sizes)} if device == "cuda" else {}
-        record = self._record(device)
+        record = new_record("speed", device, quick=self.quick)
         played: list[Played] = []
-        first: list[FirstStep] = []
-        for one in self._chosen(known):
+        for match in chosen(self.only, {one.name: one for one in matches(device, QUICK if self.quick else FULL)}):
             start = time.perf_counter()
-            if isinstance(one, str):
-                first += time_first_steps(one, device, quick=self.quick)
-                what = f"{one}: {first[-1].task}, a new process"
-            else:
-                with tf32(allowed=True):
-                    played.append(play(one, device, self._plan(device)))
-                what = f"{one.name}: {one.task.title}, {one.mode}"
-            rows = [row for each in played for row in each.rows()]
-            record["rows"] = [row.record(judge=judge) for row in rows]
-            record["first_steps"] = [each.record(judge=judge) for each in first]
-            record["measurements"] = [each.record() for each in played]
-            write_json(path, record)  # after every match: an interrupted bench is not lost
-            screen.print(f"{what}: {time.perf_counter() - start:.0f} s", markup=False)
-        if played:
-            screen.print(speed_table(rows, judge=judge))
-        if first:
-            screen.print(first_step_table(first, judge=judge))
-        for sentence in failures(played):
-            screen.print(sentence, markup=False)
-        screen.print(f"Numbers: {path}")
-
-    def _scaling(self, screen: "Console", path: Path, device: str) -> None:
-        from consequent_lab.bench_display import scaling_table
-        from consequent_lab.records import write_json
-        from consequent_lab.rounding import tf32
-        from consequent_lab.scaling import limits, run_sweep, sweeps
-
-        chosen = self._chosen({sweep.name: sweep for sweep in sweeps(device, quick=self.quick)})
-        limit = limits(device, quick=self.quick, repeats=self.repeats)
-        record = self._record(device)
-        curves = []
-        for sweep in chosen:
             with tf32(allowed=True):
-                curves.append(run_sweep(sweep, device, limit))
-            record["curves"] = [curve.record() for curve in curves]
-            write_json(path, record)
-            screen.print(f"{sweep.name}: {sweep.axis} {curves[-1].sizes}; {curves[-1].stopped}", markup=False)
-        screen.print(scaling_table(curves))
-        screen.print(f"Numbers: {path}")
-        if find_spec("matplotlib"):
-            _draw_again(path)
-        else:
-            screen.print(f"No matplotlib here: draw the picture elsewhere, with consequent bench --draw {path.name}")
+                played.append(play(match, device, self._plan(device)))
+            rows = [row for each in played for row in each.rows()]
+            record["rows"] = [row.record(judge=not self.quick) for row in rows]
+            record["measurements"] = [each.record() for each in played]
+            write_json(self.output, record)  # after every match: an interrupted bench is not lost
+            seconds = time.perf_counter() - start
+            screen.print(f"{match.name}: {match.task.title}, {match.mode}: {seconds:.0f} s", markup=False)
+        screen.print(Markdown("\n".join(cost_table([record]))))
+        for line in verdicts(record["rows"]):
+            screen.print(line, markup=False, soft_wrap=True)
+        screen.print(f"Numbers: {self.output}")
 
     def _plan(self, device: str) -> "Plan":
         from consequent_lab.timing import Plan
@@ -140,15 +95,13 @@ class Bench:
             return Plan(self.repeats or 50, seconds=6, sample_seconds=0.05, warm_up=20)
         return Plan(self.repeats or 60, seconds=40)
 
-    def _chosen(self, measurements: "dict[str, T]") -> "list[T]":
-        """Returns the measurements that --only names."""
-        unknown = [name for name in self.only if name not in measurements]
-        if unknown:
-            raise ValueError(f"--only {' '.join(unknown)} is unknown here; there are {', '.join(measurements)}")
-        return [measurement for name, measurement in measurements.items() if not self.only or name in self.only]
 
-    def _record(self, device: str) -> dict[str, Any]:
-        return new_record(self.study, device, quick=self.quick)
+def chosen(names: Sequence[str], measurements: dict[str, T]) -> list[T]:
+    """Returns the measurements that --only names; all if it names none."""
+    unknown = [name for name in names if name not in measurements]
+    if unknown:
+        raise ValueError(f"--only {' '.join(unknown)} is unknown here; there are {', '.join(measurements)}")
+    return [measurement for name, measurement in measurements.items() if not names or name in names]
 
 
 def new_record(study: str, device: str, *, quick: bool) -> dict[str, Any]:
@@ -164,37 +117,16 @@ def new_record(study: str, device: str, *, quick: bool) -> dict[str, Any]:
     return {"study": study, "quick": quick, **record}
 
 
-def _draw_again(path: Path) -> None:
+def _print_table(paths: tuple[Path, ...]) -> None:
     import json
 
-    from consequent_lab.scaling import recorded_curves
-    from consequent_lab.scaling_figure import draw_scaling
-
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # neither text nor JSON
-        record = None
-    if not isinstance(record, dict) or record.get("study") != "scaling":
-        raise ValueError(f"--draw {path}: not a file of consequent bench scaling")
-    curves = [curve for curve in recorded_curves(record) if curve.points]
-    draw_scaling(path.with_suffix(".png"), curves, record["device"]["name"])
-    print(f"Picture: {path.with_suffix('.png')}")
-
-
-def _print_tables(paths: tuple[Path, ...]) -> None:
-    import json
-
-    from consequent_lab.bench_tables import cost_table, first_step_table, growth_table
+    from consequent_lab.bench_tables import cost_table
 
     records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    costs = [record for record in records if record["study"] == "speed"]
-    for lines in (
-        cost_table(costs),
-        *[first_step_table(record) for record in costs],
-        *[growth_table(record) for record in records if record["study"] == "scaling"],
-    ):
-        if lines:
-            print("\n".join(lines), end="\n\n")
+    for path, record in zip(paths, records, strict=True):
+        if record.get("study") != "speed":
+            raise ValueError(f"--tables {path}: not a file of consequent bench")
+    print("\n".join(cost_table(records)))
 
 
 def device_name(device: str) -> str:

@@ -1,15 +1,13 @@
-"""The tables of README and docs/speed.md, from the JSON files of `consequent bench`.
+"""The table of README and docs/speed.md, from the JSON files of `consequent bench`, and which targets are met.
 
-`consequent bench --tables results/bench-h200.json results/bench-cpu.json results/scaling-h200.json` prints them, and
-the tests look for them in the pages.
+`consequent bench --tables results/bench-h200.json results/bench-cpu.json` prints it, and the tests look for it in the
+pages.
 """
 
 from collections.abc import Sequence
-from math import isfinite
 from typing import Any
 
 from consequent_lab.numbers import three_digits
-from consequent_lab.scaling import recorded_curves
 
 WAYS = {"step": '`at="step"`', "backward": '`at="backward"`', "refresh": "`refresh=10`"}
 
@@ -21,7 +19,7 @@ def cost_table(records: Sequence[dict[str, Any]]) -> list[str]:
         for row in record["rows"]:
             if row["quantity"] == "time" or row["target"] is not None:
                 what = "peak memory" if row["quantity"] == "memory" else row["mode"]
-                work = f"{row['task']}, {_machine(record)}, {what}"
+                work = f"{row['task']}, {machine(record)}, {what}"
                 key = work.removesuffix(", eager") if record["device"]["type"] == "cpu" else work
                 lines.setdefault((key, row["baseline"]["name"], row["unit"]), {})[row.get("way") or "step"] = row
     if not lines:
@@ -51,34 +49,20 @@ def _ratio(row: dict[str, Any] | None) -> str:
     return f"{f'**{median}**' if row.get('best', True) else median} ({spread})"
 
 
-def first_step_table(record: dict[str, Any]) -> list[str]:
-    """Returns the lines of the table of first steps; none if they were not timed."""
-    if not record.get("first_steps"):
-        return []
-    head = ["| first step of a new process | Triton's cache | seconds | wanted |", "|---|---|---|---|"]
-    return head + [
-        f"| {step['task']}, {_machine(record)} | {step['cache']} | "
-        f"{'failed' if step['seconds'] is None else three_digits(step['seconds'])} | {step['target']:g} |"
-        for step in record["first_steps"]
-    ]
-
-
-def growth_table(record: dict[str, Any]) -> list[str]:
-    """Returns the lines of the table of the study of growth, with powers fitted as they are now."""
-    heads = ("what grows", "up to", "SGD, ms", "C-SGD, ms", "at backward, ms")
-    lines = [f"| {' | '.join(heads)} | exponent of SGD | of the correction | predicted |", "|---" * 8 + "|"]
-    for curve in recorded_curves(record):
-        if not curve.points:
-            continue
-        last = curve.points[-1]
-        times = ["–" if one is None else three_digits(one.median) for one in (last.plain, last.ours, last.backward)]
-        powers = (curve.exponent("plain"), curve.exponent("correction"), curve.predicted)
-        shown = [f"{power:.2f}" if isfinite(power) else "flat" for power in powers]
-        cells = [f"{curve.sweep.axis}, {curve.sweep.title}", f"{last.size:,}", *times, *shown]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def _machine(record: dict[str, Any]) -> str:
+def machine(record: dict[str, Any]) -> str:
+    """Returns where a file's numbers were measured, in a word or two."""
     device = record["device"]
     return "H200" if "H200" in device["name"] else str(device["name"]).replace("CPU, ", "CPU with ")
+
+
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns a line for every target that was judged, and for every comparison that failed."""
+    lines = []
+    for row in rows:
+        what = f"{row['task']}, {row['mode']}: {row['ours']['name']} ÷ {row['baseline']['name']}"
+        what += ", memory" if row["quantity"] == "memory" else ""
+        if row["error"] is not None:
+            lines.append(f"{what} failed: {row['error']}")
+        elif row["met"] is not None:
+            lines.append(f"{what} {row['ratio']['median']:.2f}, {'met' if row['met'] else 'missed'}: {row['target']:g}")
+    return lines

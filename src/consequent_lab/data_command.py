@@ -96,16 +96,19 @@ def table(states: list[State]) -> "Table":
 
 def _download(names: tuple[str, ...], folder: Path, screen: "Console") -> dict[str, str]:
     """Returns what went wrong, by the name of the data set; one that fails does not keep the next from being tried."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
     from consequent_lab.datasets import layout_of
-    from consequent_lab.download_display import DownloadDisplay
     from consequent_lab.downloads import SOURCES, obtain
 
     failures = {}
-    with DownloadDisplay(screen) as display:
+    name_column = TextColumn("{task.description}", markup=False)
+    columns = (name_column, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=screen) as bars:
         for name in names:
             if name in SOURCES:
                 try:
-                    obtain(layout_of(name), SOURCES[name], folder, display.show)
+                    obtain(layout_of(name), SOURCES[name], folder, bars)
                 except OSError as error:
                     failures[name] = f"{name}: {error}"
     return failures

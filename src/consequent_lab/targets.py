@@ -103,9 +103,6 @@ QUICK = Sizes(
     language_model=partial(LanguageModel, layers=2, width=64, heads=4, context=64, vocabulary=256),
 )
 
-# Seconds that the first step of a new process may take on a GPU, with nothing in Triton's cache and with all of it.
-FIRST_STEP = {"cold": 10.0, "warm": 2.0}
-
 
 def matches(device: str, sizes: Sizes = FULL) -> tuple[Match, ...]:
     """Returns all matches on a device.
@@ -115,15 +112,6 @@ def matches(device: str, sizes: Sizes = FULL) -> tuple[Match, ...]:
     if device != "cuda":
         return _on_cpu(sizes)
     return (*_on_cuda(sizes, graph=False), *_on_cuda(sizes, graph=True))
-
-
-def first_steps(sizes: Sizes = FULL) -> dict[str, tuple[Task, Entrant]]:
-    """Returns whose first step in a new process is timed on a GPU, by name."""
-    model = partial(sizes.residual_model, False)
-    return {
-        "first-step-mlp": (sizes.perceptrons[0].task, _perceptrons(sizes.perceptrons[0])[1]),
-        "first-step-resnet20": (sizes.residual, _corrected("Nesterov", model, nesterov, ("step",))[0]),
-    }
 
 
 def _on_cpu(sizes: Sizes) -> tuple[Match, ...]:

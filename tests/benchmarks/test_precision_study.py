@@ -8,9 +8,9 @@ import torch
 
 from benchmarks.precision import images, study
 from benchmarks.precision.__main__ import main
+from benchmarks.precision.formats import to_bfloat16, to_tf32
 from consequent_lab.datasets import Dataset
 from consequent_lab.models import residual_net
-from consequent_lab.rounding import to_bfloat16, to_tf32
 
 
 def test_tf32_keeps_ten_bits():

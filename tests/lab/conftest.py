@@ -6,7 +6,7 @@ from small_datasets import SMALL, SMALL_CIFAR10, SMALL_CIFAR100, SMALL_FASHION, 
 
 from consequent_lab import downloads
 from consequent_lab.datasets import LAYOUTS
-from consequent_lab.downloads import SOURCES, Source
+from consequent_lab.downloads import SOURCES
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def small(monkeypatch):
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(downloads, "PAUSE", 0.001)
+    monkeypatch.setattr("pooch.core.time.sleep", lambda seconds: None)  # between attempts
     monkeypatch.setattr(downloads, "CHUNK", 999)
     monkeypatch.setenv("no_proxy", "*")
     one = Server()
@@ -34,10 +34,10 @@ def published(server, small, tmp_path, monkeypatch):
     for layout in (SMALL_CIFAR10, SMALL_CIFAR100):
         truth[layout.name] = write_cifar(layout, origin / layout.name)
         official = SOURCES[layout.name]
-        remote = server.publish(official.remotes[0].name, archive_of(origin / layout.name, official.archive_folder))
-        monkeypatch.setitem(SOURCES, layout.name, Source((remote,), official.archive_folder))
+        (name,) = official.digests
+        packed = {name: archive_of(origin / layout.name, official.archive_folder)}
+        monkeypatch.setitem(SOURCES, layout.name, server.publish(packed, official.archive_folder))
     truth["fashion-mnist"] = write_fashion(SMALL_FASHION, origin / "fashion", packed=True)
-    names = [remote.name for remote in SOURCES["fashion-mnist"].remotes]
-    remotes = tuple(server.publish(name, (origin / "fashion" / name).read_bytes()) for name in names)
-    monkeypatch.setitem(SOURCES, "fashion-mnist", Source(remotes))
+    files = {name: (origin / "fashion" / name).read_bytes() for name in SOURCES["fashion-mnist"].digests}
+    monkeypatch.setitem(SOURCES, "fashion-mnist", server.publish(files))
     return truth

@@ -6,22 +6,23 @@ import tarfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from consequent_lab.downloads import Remote
+from rich.console import Console
+from rich.progress import Progress
+
+from consequent_lab.downloads import Source
 
 
 class Server:
-    """A web server on this machine that serves `files`, and cuts, lies or ignores ranges if told.
+    """A web server on this machine that serves `files`, and cuts its answers if told.
 
     Attributes:
         files: contents by name.
-        cuts: bytes after which the next answers end; an answer without an entry is complete.
-        ranges: whether a Range header is heard.
-        unsized: whether it keeps the length to itself.
-        requests: name and Range header of what was asked for.
+        cuts: bytes after which the next answers end; further answers are complete.
+        requests: names of what was asked for.
     """
 
     def __init__(self):
-        self.files, self.cuts, self.ranges, self.unsized, self.requests = {}, [], True, False, []
+        self.files, self.cuts, self.requests = {}, [], []
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -36,29 +37,22 @@ class Server:
         self.thread.start()
 
     def answer(self, handler):
-        name, asked = handler.path.lstrip("/"), handler.headers.get("Range")
-        self.requests.append((name, asked))
+        name = handler.path.lstrip("/")
+        self.requests.append(name)
         if name not in self.files:
             handler.send_error(404)
             return
-        content, start = self.files[name], 0
-        if asked and self.ranges:
-            start = int(asked.removeprefix("bytes=").removesuffix("-"))
-            handler.send_response(206)
-            handler.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-        else:
-            handler.send_response(200)
-        if not self.unsized:
-            handler.send_header("Content-Length", str(len(content) - start))
+        content = self.files[name]
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(content)))
         handler.end_headers()
-        end = start + self.cuts.pop(0) if self.cuts else len(content)
-        handler.wfile.write(content[start:end])
+        handler.wfile.write(content[: self.cuts.pop(0) if self.cuts else None])
 
-    def publish(self, name, content):
-        """Serves the content; returns it as a published file with its true digest."""
-        self.files[name] = content
-        url = f"http://127.0.0.1:{self.http.server_port}/{name}"
-        return Remote(url, len(content), hashlib.sha256(content).hexdigest())
+    def publish(self, files, archive_folder=None):
+        """Serves the contents; returns them as a source with their true digests."""
+        self.files |= files
+        digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+        return Source(f"http://127.0.0.1:{self.http.server_port}", digests, archive_folder)
 
     def close(self):
         self.http.shutdown()
@@ -74,5 +68,6 @@ def archive_of(folder, inner):
     return packed.getvalue()
 
 
-def silent(*_):
-    pass
+def silent():
+    """Bars that nobody sees."""
+    return Progress(console=Console(file=io.StringIO()))

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import consequent
-from consequent_lab import bench_tables, cli, first_step, operations, scaling, speed, targets, timing
-from consequent_lab.bench import Bench
+from consequent_lab import bench_tables, cli, speed, targets, timing
 from consequent_lab.graphs import GraphedStep
 from consequent_lab.models import mlp
 from consequent_lab.timing import Plan, Quartiles
@@ -52,7 +51,6 @@ def test_quick_bench_runs_and_records_everything(tmp_path):
         *(("mlp", "step"), ("mlp", "backward"), ("resnet20", "step"), ("resnet20", "backward"))
     ]
     assert [row["target"] for row in record["rows"]] == [1.2, 1.2, 1.6, 1.6]
-    assert record["first_steps"] == [], "on a CPU nothing is compiled"
     for name in ("mlp", "resnet20"):
         one, other = (row for row in record["rows"] if row["name"] == name)
         assert one["best"] != other["best"]
@@ -105,7 +103,6 @@ def test_targets_are_those_that_were_set():
     assert row("cuda", "resnet20", "C-Nesterov, refresh 10", "Nesterov") == 1.25
     assert row("cuda", "resnet50", "C-Nesterov, refresh 10", "Nesterov") == 1.15
     assert row("cuda", "gpt2", "C-AdamW, refresh 10", "AdamW") == 1.15
-    assert targets.FIRST_STEP == {"cold": 10, "warm": 2}
 
 
 def test_only_eager_matches_refresh_now_and_then_and_sample_whole_periods():
@@ -152,7 +149,7 @@ def test_an_entrant_that_fails_is_reported_and_the_rest_goes_on(tmp_path, monkey
     assert bad["error"] == "broken: MemoryError: no room for this model"
     assert bad["met"] is None
     printed = " ".join(capsys.readouterr().out.split())
-    assert "tiny, eager: broken failed: MemoryError: no room for this model" in printed
+    assert "tiny, eager: broken ÷ SGD failed: broken: MemoryError: no room for this model" in printed
     assert " met" in printed
     assert " failed" in printed
 
@@ -200,29 +197,14 @@ def test_one_of_ours_that_failed_leaves_the_other():
     assert good.met is True
 
 
-@pytest.mark.parametrize("cache", ["cold", "warm"])
-def test_first_steps_are_those_of_new_processes(cache, monkeypatch):
-    steps = first_step.time_first_steps("first-step-resnet20", "cpu", quick=True)
-    assert [step.cache for step in steps] == ["cold", "warm"]
-    (step,) = (step for step in steps if step.cache == cache)
-    assert (step.ours, step.error) == ("C-Nesterov", None)
-    assert 0 < step.seconds < 30
-    assert step.record(judge=True)["met"] == (step.seconds <= {"cold": 10, "warm": 2}[cache])
-
-
-def test_a_first_step_that_fails_is_said_so():
-    step = first_step.time_first_steps("first-step-mlp", "no such device", quick=True)[0]
-    assert step.seconds is step.met is None
-    assert step.error.startswith("RuntimeError")
-
-
-def test_tables_are_printed_from_their_numbers(capsys):
-    results = ("bench-h200.json", "bench-cpu.json", "scaling-h200.json")
+def test_the_table_is_printed_from_its_numbers(capsys):
+    results = ("bench-h200.json", "bench-cpu.json")
     folder = Path(__file__).parents[2] / "results"
     assert cli.main(["bench", "--tables", *(str(folder / name) for name in results)]) == 0
     printed = capsys.readouterr().out
     assert "| ResNet-20, batch 128, H200, CUDA graph | Nesterov + BN " in printed
-    assert "| what grows | up to |" in printed
+    assert cli.main(["bench", "--tables", str(folder / "scaling-h200.json")]) == 1
+    assert "scaling-h200.json: not a file of consequent bench" in capsys.readouterr().err
 
 
 def test_a_table_has_a_column_for_every_way():
@@ -236,11 +218,9 @@ def test_a_table_has_a_column_for_every_way():
 
     rows = [row("step", 1.5, best=False), row("backward", 1.25, best=True), row("refresh", 1.1, best=True)]
     device = {"type": "cuda", "name": "NVIDIA H200"}
-    steps = [{"task": "MLP", "cache": "cold", "seconds": 7.0, "target": 10}]
-    record = {"rows": rows, "device": device, "first_steps": steps}
+    record = {"rows": rows, "device": device}
     cells = "1.50 (1.50–1.50) | **1.25** (1.25–1.25) | **1.10** (1.10–1.10)"
     assert bench_tables.cost_table([record])[2:] == [f"| MLP, H200, eager | SGD 2 ms | {cells} | 1.3, refresh 1.15 |"]
-    assert bench_tables.first_step_table(record)[2:] == ["| MLP, H200 | cold | 7 | 10 |"]
 
 
 # ---- timing -----------------------------------------------------------------------------------------------------
@@ -388,95 +368,6 @@ def test_peak_memory_counts_model_and_activations():
     assert 16 <= peak.later <= 200  # MiB: weight, gradient, inputs and activations of 4 MiB each, and workspaces
 
 
-# ---- scaling ----------------------------------------------------------------------------------------------------
-
-
-def test_exponents_are_found_where_the_time_grows():
-    sizes = [2**k for k in range(9)]
-    assert scaling.fit_exponent(sizes, [3 * size**2.5 for size in sizes]) == pytest.approx(2.5)
-    values = [1000 + 3 * size**2.5 for size in sizes]
-    assert sizes[scaling.growing(sizes, values)] == sizes[2:]
-    assert 1.7 < scaling.fit_exponent(sizes, values) < 2.5
-    assert math.isnan(scaling.fit_exponent(sizes, [10 + 0.001 * size for size in sizes])), "flat"
-    assert math.isnan(scaling.fit_exponent(sizes, [10.0] * 8 + [30.0])), "one step is no power"
-    assert math.isnan(scaling.fit_exponent([1, 2, 4, 8], [1.0, 1.0, -1.0, 0.5]))
-    assert math.isnan(scaling.fit_exponent([], []))
-
-
-def counted(task, model):
-    with torch.device("meta"):
-        return operations.correction_operations(task, model())
-
-
-def test_operations_are_counted_from_shapes():
-    dense = counted(Task("", (4, 8)), lambda: nn.Sequential(nn.Linear(8, 6)))
-    assert dense == 4**2 * 9 + 4**3 / 6 + 4**2 * 6 + 4 * 6 * 9
-    convolution = counted(Task("", (4, 3, 8, 8)), lambda: nn.Sequential(nn.Conv2d(3, 5, 3, 2, 1, bias=False)))
-    assert convolution == 4 * 16 * 27**2 + 27**3 / 6 + 27**2 * 5
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("mlp-batch", 1),
-        ("mlp-width", 2),
-        ("conv-batch", 1),
-        ("conv-channels", 2),
-        ("conv-side", 2),
-        ("conv-depth", 1),
-    ],
-)
-def test_predicted_exponents_at_the_largest_sizes(name, expected):
-    sweep = next(sweep for sweep in scaling.sweeps("cuda") if sweep.name == name)
-    counts = [counted(*sweep.setup(size)) for size in sweep.sizes[-3:]]
-    assert scaling.slope(sweep.sizes[-3:], counts) == pytest.approx(expected, abs=0.25)
-    assert sweep.prediction.startswith(str(expected if name != "conv-channels" else 3))
-
-
-def test_a_sweep_stops_where_a_size_fails():
-    def setup(size):
-        return Task("", (size, 4)), lambda: mlp(4 if size < 8 else -1, [4], 10)
-
-    sweep = scaling.Sweep("s", "t", "a", (2, 4, 8, 16), setup, "")
-    curve = scaling.run_sweep(sweep, "cpu", scaling.Limits(5, 5, 20))
-    assert curve.sizes == [2, 4]
-    assert curve.stopped.startswith("8 failed: RuntimeError")
-
-
-def test_a_sweep_stops_when_time_runs_out():
-    sweep = next(sweep for sweep in scaling.sweeps("cpu", quick=True) if sweep.name == "mlp-width")
-    curve = scaling.run_sweep(sweep, "cpu", scaling.Limits(5, point_seconds=1e-6, sweep_seconds=20))
-    assert curve.sizes == list(sweep.sizes[:2]), "two points are needed to guess the third"
-    assert curve.stopped == f"{sweep.sizes[2]} would take too long"
-
-
-def test_quick_scaling_draws_and_records(tmp_path):
-    run, record = bench(tmp_path, "scaling", "--quick", "--only", "mlp-width", "conv-depth")
-    assert (tmp_path / "out" / "numbers.png").read_bytes().startswith(b"\x89PNG")
-    assert [curve["name"] for curve in record["curves"]] == ["mlp-width", "conv-depth"]
-    for curve in record["curves"]:
-        assert set(curve["exponents"]) == {"plain", "ours", "backward", "correction"}
-        assert len(curve["points"]) >= 2
-        for point in curve["points"]:
-            assert point["ours"]["median"] > 0
-            assert point["backward"]["median"] > 0
-            assert point["operations"] > 0
-        assert curve["prediction"]
-    assert "Picture: " in run.stdout
-
-
-def test_a_picture_is_drawn_again_from_its_numbers(tmp_path):
-    _, record = bench(tmp_path, "scaling", "--quick", "--only", "conv-depth")
-    numbers = tmp_path / "out" / "numbers.json"
-    curves = scaling.recorded_curves(record)
-    assert [point["size"] for point in record["curves"][0]["points"]] == curves[0].sizes
-    numbers.with_suffix(".png").unlink()
-    assert cli.main(["bench", "--draw", str(numbers)]) == 0
-    assert numbers.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    numbers.write_text('{"study": "speed"}')
-    assert cli.main(["bench", "--draw", str(numbers)]) == 1
-
-
 # ---- the command line -------------------------------------------------------------------------------------------
 
 
@@ -508,11 +399,3 @@ def test_a_gpu_that_is_not_there_is_said_so(tmp_path, capsys):
 
 def test_quartiles_of_one_value():
     assert Quartiles.of([2.0]) == Quartiles(2.0, 2.0, 2.0, 2.0, 2.0)
-
-
-@pytest.mark.parametrize("content", [b"no JSON", b"[1]", b'{"study": "speed"}', bytes([255, 254, 0])])
-def test_drawing_another_file_is_refused_by_name(content, tmp_path):
-    path = tmp_path / "other.json"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"--draw .*other\.json: not a file of consequent bench scaling"):
-        Bench(draw=path).run()

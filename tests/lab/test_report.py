@@ -23,11 +23,11 @@ from sample_findings import HOSTILE, bare, findings, hostile, loss_surface, outp
 
 from consequent_lab import cli
 from consequent_lab.paper.findings import Axis, Contours, Figure, Finding, Panel, Series, Table
-from consequent_lab.report.check import checked
 from consequent_lab.report.curve_styles import HUES, curve_styles
 from consequent_lab.report.page import page
 from consequent_lab.report.payload import choices, contour_lines
 from consequent_lab.report.static import draw
+from consequent_lab.report.write import write_report
 from consequent_lab.report_command import Report
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def text():
-    return page(checked(findings()))
+    return page(findings())
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_paths_of_several_samples_are_no_seeds(read):
     assert {curve["role"] for curve in figure["panels"][0]["curves"]} == {"alone"}
 
 
-def test_whatever_looks_like_markup_is_text(text, read):
+def test_markup_in_names_is_shown_as_text(text, read):
     assert "<script>alert" not in text
     assert len(read.scripts) == 3, "the data, the charts and the page's own"
     assert read.texts.count(HOSTILE) >= 15, "in every place that shows a name or a text"
@@ -189,7 +189,7 @@ def test_the_page_begins_with_the_lead(read):
 
 def test_the_machinery_gives_no_verdicts_and_says_so():
     small = replace(resnet(20), statements=[], lead=None, is_small=True, summary="What was run.")
-    read = Reader(page(checked([loss_surface(), small])))
+    read = Reader(page([loss_surface(), small]))
     assert "This page shows the machinery, on the digits." in read.texts
     assert "What was run." in read.texts
     assert not {"Verdicts", "holds", "does not hold"} & set(read.texts)
@@ -208,16 +208,16 @@ def test_ids_are_unique(read):
 
 
 def test_same_findings_same_bytes_and_not_too_many(text):
-    assert page(checked(findings())) == text
+    assert page(findings()) == text
     assert len(text.encode()) < MOST_BYTES
 
 
 # ---- styles of curves -----------------------------------------------------------------------------------------------
 
 
-def test_a_pair_has_one_hue_and_no_two_contestants_look_alike():
+def test_a_pair_has_one_hue_and_no_two_contestants_are_alike():
     appearance = curve_styles(resnet(3).figures[0])
-    assert len({(look.colour, look.dash) for look in appearance.values()}) == len(appearance)
+    assert len({(style.colour, style.dash) for style in appearance.values()}) == len(appearance)
     for name in ("SGD", "Nesterov", "Adam", "RMSprop"):
         assert appearance[f"C-{name}"].dash == "solid"
         assert appearance[name].dash == "dash"
@@ -273,7 +273,7 @@ def test_stages_of_one_thing_get_one_ramp_of_colours():
     panel = Panel("", series, [Axis("a", "a")], [Axis("b", "b")])
     appearance = curve_styles(Figure("norms", "", "", [panel]))
     assert list(appearance) == ["iteration 100", "iteration 1,000", "iteration 3,000", "iteration 20,000"]
-    greens = [int(look.colour.light[3:5], 16) for look in appearance.values()]
+    greens = [int(style.colour.light[3:5], 16) for style in appearance.values()]
     assert greens == sorted(greens, reverse=True)
     assert len(set(greens)) == 4
 
@@ -294,7 +294,7 @@ def test_panels_with_an_axis_in_common_share_a_choice():
 
 
 def test_a_file_for_every_choice_of_axes(tmp_path):
-    paths = draw(checked([resnet(20)])[0].figures[0], tmp_path)
+    paths = draw(resnet(20).figures[0], tmp_path)
     stems = ["resnet20", "resnet20-accuracy", "resnet20-seconds", "resnet20-accuracy-seconds"]
     expected = sorted(f"{stem}.{kind}" for stem in stems for kind in ("png", "svg"))
     assert sorted(path.name for path in paths) == sorted(path.name for path in tmp_path.iterdir()) == expected
@@ -302,7 +302,7 @@ def test_a_file_for_every_choice_of_axes(tmp_path):
 
 @pytest.mark.parametrize("finding", [loss_surface(), output_paths(), hostile()], ids=lambda finding: finding.name)
 def test_static_figures_are_the_same_every_time(finding, tmp_path):
-    (figure,) = checked([finding])[0].figures
+    (figure,) = finding.figures
     once, again = draw(figure, tmp_path / "once"), draw(figure, tmp_path / "again")
     assert [path.read_bytes() for path in once] == [path.read_bytes() for path in again]
     png, svg = (path.read_bytes() for path in once)
@@ -316,27 +316,35 @@ def test_static_figures_are_the_same_every_time(finding, tmp_path):
 GOOD = Panel("p", [Series("s", {"a": [1.0], "b": [1.0]})], [Axis("a", "a")], [Axis("b", "b")])
 
 
-def with_panel(**changes):
-    return Finding("f", "", "", [], [Figure("g", "", "", [replace(GOOD, **changes)])])
-
-
 @pytest.mark.parametrize(
-    ("finding", "message"),
+    ("make", "message"),
     [
-        (with_panel(y=[Axis("loss", "")]), "figure 'g', panel 'p': series 's' has no column 'loss'"),
-        (with_panel(x=[]), "at least one axis"),
-        (with_panel(series=[Series("s", {"a": [1.0], "b": []})]), "series 's' differ in length"),
-        (with_panel(contours=Contours([1.0, 2.0], [1.0], [[1.0]])), "1 rows of 2 heights"),
-        (with_panel(contours=Contours([1.0], [1.0], [[math.nan]])), "contours must be finite"),
-        (Finding("f", "", "", [], [Figure("../g", "", "", [GOOD])]), "letters, digits"),
-        (Finding("f", "", "", [], [Figure("g", "", "", [])]), "has no panels"),
-        (Finding("f", "", "", [], tables=[Table("t", ["a", "b"], [["x"]])]), "row 1 has 1 entries for 2 columns"),
-        (Finding("f", "", "", [], [Figure("g", "", "", [GOOD])] * 2), "there are 2 of this name"),
+        (lambda: replace(GOOD, y=[Axis("loss", "")]), "panel 'p': series 's' has no column 'loss'"),
+        (lambda: replace(GOOD, x=[]), "at least one axis"),
+        (lambda: Series("s", {"a": [1.0], "b": []}), "series 's' differ in length"),
+        (lambda: Contours([1.0, 2.0], [1.0], [[1.0]]), "1 rows of 2 heights"),
+        (lambda: Contours([1.0], [1.0], [[math.nan]]), "contours must be finite"),
+        (lambda: Figure("../g", "", "", [GOOD]), "figure '../g': .* letters, digits"),
+        (lambda: Finding("a b", "", "", []), "experiment 'a b': .* letters, digits"),
+        (lambda: Figure("g", "", "", []), "figure 'g' has no panels"),
+        (lambda: Table("t", ["a", "b"], [["x"]]), "table 't': row 1 has 1 cells for 2 columns"),
     ],
+    ids=["column", "axis", "length", "rows", "finite", "figure", "experiment", "panels", "table"],
 )
-def test_a_bad_finding_is_refused_by_name(finding, message):
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        checked([finding])
+def test_what_cannot_be_shown_is_refused_by_name(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_two_figures_of_one_name_are_refused(tmp_path):
+    finding = Finding("f", "", "", [], [Figure("g", "", "", [GOOD])] * 2)
+    with pytest.raises(ValueError, match="each figure needs a name of its own, got g, g"):
+        write_report([finding], tmp_path / "report.html", tmp_path)
+
+
+def test_numbers_that_are_not_finite_are_none():
+    assert Series("s", {"a": [1.0, math.nan, math.inf]}).columns == {"a": [1.0, None, None]}
+    assert Table("t", ["a", "b"], [["x", math.nan]]).rows == [["x", None]]
 
 
 # ---- the command and the package ------------------------------------------------------------------------------------
@@ -355,7 +363,7 @@ def test_the_command_writes_page_and_figures(tmp_path, monkeypatch, capsys):
     output, figures = tmp_path / "out" / "report.html", tmp_path / "figures"
     found = [hostile(), bare()]
     assert command(monkeypatch, found, "--runs", tmp_path, "--output", output, "--figures", figures) == 0
-    assert output.read_text(encoding="utf-8") == page(checked(found))
+    assert output.read_text(encoding="utf-8") == page(found)
     assert sorted(path.name for path in figures.iterdir()) == [
         f"{name}.{kind}" for name in ("begun-c", "begun-e", "begun", "hostile") for kind in ("png", "svg")
     ], "none for a figure without anything measured"
@@ -391,4 +399,5 @@ def test_an_installed_wheel_has_template_style_and_script(tmp_path):
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
-    assert {f"consequent_lab/report/{name}" for name in assets} <= set(zipfile.ZipFile(wheel).namelist())
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    assert {"consequent_lab/paper/statements.toml", *(f"consequent_lab/report/{name}" for name in assets)} <= packed

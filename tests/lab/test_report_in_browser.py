@@ -6,7 +6,6 @@ import pytest
 from chromium import launched, needs_chromium, opener, own_pages, playwright
 from sample_findings import HOSTILE, findings
 
-from consequent_lab.report.check import checked
 from consequent_lab.report.page import page as make_page
 
 pytestmark = needs_chromium
@@ -19,7 +18,7 @@ POINTS = 30
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"
-    path.write_bytes(make_page(checked(findings(POINTS))).encode())
+    path.write_bytes(make_page(findings(POINTS)).encode())
     return path.as_uri()
 
 

@@ -19,7 +19,6 @@ from consequent_lab.paper.digits_recipe import (
 )
 from consequent_lab.paper.findings import Axis, Figure, Finding, Number, Panel, Series, Statement
 from consequent_lab.paper.kept_contestants import (
-    NOT_MEASURED,
     KeptContestant,
     all_above,
     circumstances,
@@ -32,8 +31,10 @@ from consequent_lab.paper.kept_contestants import (
     spread,
 )
 from consequent_lab.paper.recipes import Race
+from consequent_lab.paper.statements import Outcome, judged
 
 Kept = dict[str, KeptContestant]
+Found = tuple[str, list[bool | None]]  # what was measured, and what became of each part
 DERIVATIVES = ("RMSprop", "Adam", "Nesterov")
 
 
@@ -72,25 +73,23 @@ def failed_factorisations(run: KeptRun) -> float:
 
 def statements(kept_race: Race, kept: Kept) -> list[Statement]:
     """Returns the paper's statements on what is kept."""
-    return [_applicable(kept_race, kept), _best_momentum(kept_race, kept), _ridge(kept_race, kept)]
+    judged_of = {
+        "applicable": [kept[prefix + name] for name in DERIVATIVES for prefix in ("C-", "")],
+        "best_momentum": [kept[with_momentum(name, BEST_MOMENTUM)] for name in WITH_MOMENTUM],
+        "ridge": [kept[damped(damping)] for damping in DAMPINGS],
+    }
+    found = {"applicable": _applicable(kept), "best_momentum": _best_momentum(kept), "ridge": _ridge(kept)}
+    outcomes = {name: Outcome(*found[name], circumstances(kept_race, some)) for name, some in judged_of.items()}
+    return judged(NAME, "digits", outcomes, globals())
 
 
-def _applicable(kept_race: Race, kept: Kept) -> Statement:
+def _applicable(kept: Kept) -> Found:
     gains = {name: lowered(kept[f"C-{name}"], kept[name]) for name in DERIVATIVES}
     shown = [f"C-{name} below {name} {_signed(values)}" for name, values in gains.items() if values]
-    return Statement(
-        "the proposed method is compatible with SGD and applicable to momentum-based derivatives such as RMSProp, "
-        "Adam, and NAG.",
-        "digits",
-        "Decades by which the loss over the epoch is lower than the plain version's, on average over 20 epochs; holds "
-        "if it is above 0 in every pair of seeds, a part for each of the three.",
-        f"{'; '.join(shown)}." if shown else NOT_MEASURED,
-        tuple(all_above(values) for values in gains.values()),
-        circumstances=circumstances(kept_race, [kept[p + name] for name in DERIVATIVES for p in ("C-", "")]),
-    )
+    return f"{'; '.join(shown)}.", [all_above(values) for values in gains.values()]
 
 
-def _best_momentum(kept_race: Race, kept: Kept) -> Statement:
+def _best_momentum(kept: Kept) -> Found:
     parts: list[bool | None] = []
     shown = []
     for name in WITH_MOMENTUM:
@@ -100,41 +99,18 @@ def _best_momentum(kept_race: Race, kept: Kept) -> Statement:
             if (runs := kept[with_momentum(name, momentum)].runs)
         }
         parts.append(min(means, key=lambda m: means[m]) == BEST_MOMENTUM if len(means) == len(MOMENTA) else None)
-        if means:
-            shown.append(f"{name} " + ", ".join(f"{momentum:g}: {value:.2f}" for momentum, value in means.items()))
-    return Statement(
-        "The momentum value of 0.95 for both SGD and Nesterov showed the best results in our experiments.",
-        "digits",
-        "Mean of log₁₀ of the loss over 20 epochs and three seeds, each momentum at its own best learning rate; holds "
-        "if 0.95 has the lowest, a part for each.",
-        f"{'; '.join(shown)}." if shown else NOT_MEASURED,
-        tuple(parts),
-        circumstances=circumstances(kept_race, [kept[with_momentum(name, BEST_MOMENTUM)] for name in WITH_MOMENTUM]),
-        remark="On the digits; with ResNet-20, of which the paper speaks, only 0.95 was run.",
-    )
+        shown.append(f"{name} " + ", ".join(f"{momentum:g}: {value:.2f}" for momentum, value in means.items()))
+    return f"{'; '.join(shown)}.", parts
 
 
-def _ridge(kept_race: Race, kept: Kept) -> Statement:
+def _ridge(kept: Kept) -> Found:
     by_damping = {damping: kept[damped(damping)] for damping in DAMPINGS}
     least, chosen = by_damping[DAMPINGS[0]], by_damping[DAMPING]
     failures = {damping: [failed_factorisations(run) for run in one.runs] for damping, one in by_damping.items()}
-    known = bool(least.runs and chosen.runs)
     gains = lowered(chosen, least)
-    return Statement(
-        "it can easily prevent ill-conditioning issues.",
-        "digits",
-        f"Factorisations that failed in 900 steps of C-SGD in float32: holds if there are some at λ = {DAMPINGS[0]:g} "
-        f"and none at {DAMPING:g}, in every seed. And the loss: holds if it is lower at {DAMPING:g}, each at its own "
-        "best rate, in every pair of seeds.",
-        "Failed: "
-        + "; ".join(f"{damping:g}: {spread(counts)}" for damping, counts in failures.items() if counts)
-        + f". Decades below: {_signed(gains)}."
-        if known
-        else NOT_MEASURED,
-        (all(failures[DAMPINGS[0]]) and not any(failures[DAMPING]) if known else None, all_above(gains)),
-        circumstances=circumstances(kept_race, by_damping.values()),
-        remark="A factorisation that failed was repeated, as the library always does.",
-    )
+    shown = [f"{damping:g}: {spread(counts)}" for damping, counts in failures.items() if counts]
+    prevented = all(failures[DAMPINGS[0]]) and not any(failures[DAMPING]) if least.runs and chosen.runs else None
+    return f"Failed: {'; '.join(shown)}. Decades below: {_signed(gains)}.", [prevented, all_above(gains)]
 
 
 def _signed(values: list[float]) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from consequent.filters import FilterResult, lms, nlms
 from consequent_lab.paper.findings import Axis, Figure, Finding, Panel, Series, Statement, Table
+from consequent_lab.paper.statements import Outcome, judged
 
 NAME = "filters"
 SAMPLES = 1200
@@ -89,27 +90,15 @@ def statements(streams: dict[str, Stream]) -> list[Statement]:
     }
     (lms_strong, lms_weak), (nlms_strong, nlms_weak) = learnt["LMS"], learnt["NLMS"]
     lms_jump, nlms_jump = streams["LMS"].jump, streams["NLMS"].jump
-    lms_ratio, nlms_ratio = _ratio(lms_strong, lms_weak), _ratio(nlms_strong, nlms_weak)
-    return [
-        Statement(
-            "the filter learns the stronger inputs faster, while the weaker inputs need more steps to train. […] NLMS "
-            "[…] solves the mentioned problems.",
-            "toy",
-            "Samples until the weights are within a tenth of their first distance, weak ÷ strong inputs. LMS: more "
-            "than three; NLMS: within a factor of 1.5, either way.",
+    outcomes = {
+        "strong_inputs_are_learnt_first": Outcome(
             f"LMS {_shown(lms_strong)} for the strong inputs' weights and {_shown(lms_weak)} for the weak ones'; NLMS "
             f"{_shown(nlms_strong)} and {_shown(nlms_weak)}.",
-            (lms_ratio > 3, 1 / 1.5 < nlms_ratio < 1.5),
+            [_ratio(lms_strong, lms_weak) > 3, 1 / 1.5 < _ratio(nlms_strong, nlms_weak) < 1.5],
         ),
-        Statement(
-            "it may easily be confused when suddenly encounters an outlier by jumping over other parts of the loss "
-            "surface […] NLMS […] solves the mentioned problems.",
-            "toy",
-            "How far one outlier moves the weights, in their length. LMS: more than half; NLMS: less than a twentieth.",
-            f"LMS {lms_jump:.2g}, NLMS {nlms_jump:.2g}.",
-            (lms_jump > 0.5, nlms_jump < 0.05),
-        ),
-    ]
+        "outliers_confuse": Outcome(f"LMS {lms_jump:.2g}, NLMS {nlms_jump:.2g}.", [lms_jump > 0.5, nlms_jump < 0.05]),
+    }
+    return judged(NAME, "toy", outcomes, globals())
 
 
 def _ratio(strong: int | None, weak: int | None) -> float:

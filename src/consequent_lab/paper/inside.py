@@ -18,9 +18,11 @@ from consequent import CSGD
 from consequent.paper import first_extension
 from consequent_lab.paper.findings import Axis, Figure, Finding, Number, Panel, Series, Statement
 from consequent_lab.paper.measures import roughness
+from consequent_lab.paper.statements import Outcome, judged
 
 NAME = "inside"
 HIDDEN = (64,) * 8
+LAYERS = len(HIDDEN) + 1
 BATCH, STEPS = 32, 135  # three epochs
 SEEDS = (0, 1, 2)
 DAMPING = 1e-3
@@ -188,67 +190,41 @@ def statements(
     rough = [roughness(one.losses) for one in ours]
     best = min(stable, key=lambda rate: fmean(fmean(one.losses[-45:]) for one in extension[rate]), default=None)
     theirs = [roughness(one.losses) for one in extension[best]] if best is not None else []
-    layers = len(HIDDEN) + 1
 
-    def beside(**some: list[Training]) -> str:
+    def beside(text: str, **some: list[Training]) -> str:
         shown = [
             f"{name.replace('_', '-')} {100 * fmean(one.test_accuracy for one in those):.1f} (3 seeds)"
             for name, those in some.items()
             if all(math.isfinite(one.test_accuracy) for one in those)
         ]
-        return f"Test accuracy in % after {STEPS} steps: {'; '.join(shown)}. "
+        return f"Test accuracy in % after {STEPS} steps: {'; '.join(shown)}. {text}"
 
-    return [
-        Statement(
-            "the outputs of each layer should move to the best possible direction of the virtual targets in current "
-            "iteration.",
-            "digits",
-            "Cosine of the change that a layer's own new weights make in its outputs and the change that was wanted "
-            f"(`foresight`), median over steps; holds if it is above {STRAIGHT:g} in every layer and seed.",
+    extended = {"First_extension": extension[best]} if best is not None else {}
+    outcomes = {
+        "each_layer_by_itself": Outcome(
             f"The lowest layer's: {', '.join(f'{value:.3f}' for value in own)}.",
-            (all(value > STRAIGHT for value in own),),
-            circumstances=beside(C_SGD=ours) + f"Learning rate {C_RATE:g}, not searched.",
+            [all(value > STRAIGHT for value in own)],
+            beside(f"Learning rate {C_RATE:g}, not searched.", C_SGD=ours),
         ),
-        Statement(
-            "If we manage to successfully predict and control the behavior of the outputs for each layer, since they "
-            "would become the inputs of the next layer, […] it is possible to control the inputs of the afterward "
-            "layers.",
-            "digits",
-            "The same cosine for what really happens, when all layers change at once, C-SGD against SGD; holds if it "
-            f"is higher in each of {layers} layers, a part for each seed.",
-            f"Higher in {', '.join(map(str, ahead))} of {layers} layers. Mean over layers: C-SGD "
+        "all_layers_at_once": Outcome(
+            f"Higher in {', '.join(map(str, ahead))} of {LAYERS} layers. Mean over layers: C-SGD "
             f"{fmean(really[:3]):.2f}, SGD {fmean(really[3:]):.2f}.",
-            tuple(count == layers for count in ahead),
-            circumstances=beside(C_SGD=ours, SGD=plain) + f"Learning rates {C_RATE:g} and {SGD_RATE:g}, not searched.",
+            [count == LAYERS for count in ahead],
+            beside(f"Learning rates {C_RATE:g} and {SGD_RATE:g}, not searched.", C_SGD=ours, SGD=plain),
         ),
-        Statement(
-            "it also prevents the weights from changing dramatically",
-            "digits",
-            f"The norm of a step's change of all weights with λ = {DAMPING:g} ÷ that with {TINY_DAMPING:g}, for the "
-            f"same weights and mini-batch, median over steps; holds up to {DAMPED:g}, in every seed.",
+        "weights_change_less": Outcome(
             f"{', '.join(f'{value:.3g}' for value in damped)}.",
-            (all(value <= DAMPED for value in damped),),
-            circumstances=beside(C_SGD=ours) + f"Learning rate {C_RATE:g}, not searched.",
+            [all(value <= DAMPED for value in damped)],
+            beside(f"Learning rate {C_RATE:g}, not searched.", C_SGD=ours),
         ),
-        Statement(
-            "we extended it to a multi-layer perceptron (MLP) and observed instabilities during the mini-batch "
-            "training.",
-            "digits",
-            f"The first extension and C-SGD at {len(RATES)} learning rates from {RATES[0]:g} to {RATES[-1]:g}: a rate "
-            f"is stable if the loss of no mini-batch exceeds {BLOWN_UP:g} and it is lower over the last epoch than at "
-            "the start, in every seed. Holds if C-SGD is stable at a higher rate; and if the mean rise of the loss "
-            f"from one mini-batch to the next is larger at the extension's best stable rate than with C-SGD at "
-            f"{C_RATE:g}, in every pair of seeds.",
+        "first_extension_is_unstable": Outcome(
             f"Stable: the first extension {_rates(stable)}; C-SGD {_rates(stable_ours)}. Mean rise in decades: C-SGD "
             f"{fmean(rough):.3f}" + (f", the first extension {fmean(theirs):.3f} at {best:g}." if theirs else "."),
-            (
-                max(stable_ours, default=0.0) > max(stable, default=0.0),
-                min(theirs) > max(rough) if theirs else None,
-            ),
-            circumstances=beside(C_SGD=ours, **({"First_extension": extension[best]} if best is not None else {}))
-            + "All rates on the seeds that are reported.",
+            [max(stable_ours, default=0.0) > max(stable, default=0.0), min(theirs) > max(rough) if theirs else None],
+            beside("All rates on the seeds that are reported.", C_SGD=ours, **extended),
         ),
-    ]
+    }
+    return judged(NAME, "digits", outcomes, globals() | {"rates": len(RATES)})
 
 
 def _rates(rates: list[float]) -> str:
@@ -259,7 +235,7 @@ def _figure(ours: list[Training], plain: list[Training]) -> Figure:
     def series(label: str, some: list[list[list[float]]]) -> list[Series]:
         found = []
         for seed, cosines in enumerate(some):
-            columns: dict[str, list[Number]] = {"layer": [float(n + 1) for n in range(len(HIDDEN) + 1)]}
+            columns: dict[str, list[Number]] = {"layer": [float(n + 1) for n in range(LAYERS)]}
             columns["cosine"] = [*by_layer(cosines)]
             found.append(Series(f"{label}, seed {seed}", columns, label, "line+markers"))
         return found

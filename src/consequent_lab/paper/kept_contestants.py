@@ -13,8 +13,6 @@ from consequent_lab.paper.recipes import Contestant, Race
 
 WARM_UP = 0.25  # of the timed iterations
 DRAWN_UP_TO = 10.0  # loss: four times that of guessing among ten classes; beyond it nothing was learnt
-NOT_MEASURED = "The runs are missing."
-NOT_TIMED = "The runs are missing, or an iteration was not timed with nothing beside it."
 
 
 @dataclass(frozen=True)

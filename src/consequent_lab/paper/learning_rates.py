@@ -6,10 +6,11 @@ from statistics import fmean
 
 from consequent_lab.paper.archive import Archive
 from consequent_lab.paper.findings import Axis, Figure, Finding, Number, Panel, Series, Statement, Table
-from consequent_lab.paper.kept_contestants import DRAWN_UP_TO, NOT_MEASURED
+from consequent_lab.paper.kept_contestants import DRAWN_UP_TO
 from consequent_lab.paper.learning_rates_recipe import NAME, resnet20_race, sweep
 from consequent_lab.paper.rates import rate_at, score, variant_at
 from consequent_lab.paper.recipes import Sweep
+from consequent_lab.paper.statements import Outcome, judged
 
 GOOD = 1.25  # times the best loss of the same contestant
 Losses = dict[str, dict[int, list[float]]]  # by label and rung: of every seed; infinity if it diverged
@@ -38,7 +39,7 @@ def finding(*runs: Path) -> Finding:
         summary=small if quick else summary,
         commands=[f"consequent reproduce {NAME}{' --quick' if quick else ''}"],
         figures=[_figure(parts)],
-        statements=[] if quick else [statement(parts)],
+        statements=[] if quick else statements(parts),
         tables=[_table(parts)],
         is_small=quick,
     )
@@ -88,7 +89,7 @@ def best_loss(losses: dict[int, list[float]]) -> float | None:
     return min((mean for values in losses.values() if math.isfinite(mean := fmean(values))), default=None)
 
 
-def statement(parts: dict[str, Losses]) -> Statement:
+def statements(parts: dict[str, Losses]) -> list[Statement]:
     """Returns the paper's statement on tuning."""
     checks: list[bool | None] = []
     shown = []
@@ -102,17 +103,11 @@ def statement(parts: dict[str, Losses]) -> Statement:
                 continue
             checks += [own >= plain_own, as_good > plain_own]
             shown.append(f"{title}, {label} {plain_own:g}, C-{label} {own:g} ({as_good:g} with {label}'s best)")
-    return Statement(
-        "we expect fewer perturbations and easy hyper-parameter selection in more complex models.",
-        "empirical",
-        "Decades of learning rates that are good: with a mean loss at most a quarter above the best. Two parts for "
-        "each optimiser: as many rates as for the plain version are good by the own best loss, and more than its own "
-        "are good by the plain version's best.",
-        f"{'; '.join(shown)}." if shown else NOT_MEASURED,
-        tuple(checks),
-        circumstances="Training loss alone, test accuracy was not measured at every rate. 9 rates each; three seeds "
-        "(perceptron) and one (ResNet-20).",
+    beside = (
+        "Training loss alone, test accuracy was not measured at every rate. 9 rates each; three seeds (perceptron) and "
+        "one (ResNet-20)."
     )
+    return judged(NAME, "empirical", {"easy_to_tune": Outcome(f"{'; '.join(shown)}.", checks, beside)}, globals())
 
 
 def _figure(parts: dict[str, Losses]) -> Figure:

@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer
 from consequent import CSGD
 from consequent_lab.paper.findings import Axis, Contours, Figure, Finding, Panel, Series, Statement, Table
 from consequent_lab.paper.measures import detour, overshoot, steps_until, swings
+from consequent_lab.paper.statements import Outcome, judged
 
 NAME = "loss-surface"
 INPUTS = (0.5, 2.0)  # the loss bends 16 times as much along the second weight as along the first
@@ -26,6 +27,7 @@ MOMENTA = (0.5, 0.7, 0.8, 0.9, 0.95)
 HIGH_RATES = (0.3, 0.4, 0.45, HIGH_RATE)
 STEPS = 200
 STRAIGHT = 1e-6  # a detour that is rounding, or what is left of the tiny damping
+BENT = 0.01  # a detour that is none of these
 LABELS = ("C-SGD", "SGD", "SGD with momentum")
 
 
@@ -109,64 +111,44 @@ def statements(paths: dict[tuple[str, float], Path2D]) -> list[Statement]:
     sgd = {rate: walk("SGD", rate) for rate in (*HIGH_RATES, LOW_RATE)}
     momentum = {(rate, m): walk("SGD with momentum", rate, m) for rate in (*HIGH_RATES, LOW_RATE) for m in MOMENTA}
     settings = [(rate, m) for rate in HIGH_RATES for m in MOMENTA]
-    rates = " and ".join(f"{rate:g}" for rate in (HIGH_RATE, LOW_RATE))
-    over = (
-        f"{len(settings)} settings: learning rates {HIGH_RATES[0]:g} to {HIGH_RATES[-1]:g}, momentum {MOMENTA[0]:g} to "
-    )
-    over += f"{MOMENTA[-1]:g}; the paper does not say its own. Shown: {HIGH_RATE:g} and {MOMENTUM:g}"
+    both = (HIGH_RATE, LOW_RATE)
     reduced = [0 < _swings(momentum[key]) < _swings(sgd[key[0]]) for key in settings]
-    passed = [_passed(momentum[key]) > 0.01 >= _passed(sgd[key[0]]) for key in settings]
+    passed = [_passed(momentum[key]) > BENT >= _passed(sgd[key[0]]) for key in settings]
     calmed = [_swings(momentum[LOW_RATE, m]) < _swings(momentum[HIGH_RATE, m]) for m in MOMENTA]
     slow, fast = (sgd[rate].steps or STEPS + 1 for rate in (LOW_RATE, HIGH_RATE))
-    return [
-        Statement(
-            "the proposed algorithm moves the parameters directly towards the optimum values, regardless of the "
-            "learning rate.",
-            "toy",
-            f"Largest distance from the straight line ÷ its length, at {rates}; holds below {STRAIGHT:g}.",
-            " and ".join(f"{detours['C-SGD', rate]:.1g}" for rate in (HIGH_RATE, LOW_RATE)) + ".",
-            tuple(detours["C-SGD", rate] < STRAIGHT for rate in (HIGH_RATE, LOW_RATE)),
+    outcomes = {
+        "straight": Outcome(
+            " and ".join(f"{detours['C-SGD', rate]:.1g}" for rate in both) + ".",
+            [detours["C-SGD", rate] < STRAIGHT for rate in both],
         ),
-        Statement(
-            "the parameters move in the direction of the gradients in SGD […] While a weight parameter in SGD "
-            "converges faster in one direction, it progresses slowly in another one.",
-            "toy",
-            f"The same distance, at {rates}; holds above 0.01.",
-            " and ".join(f"{detours['SGD', rate]:.2f}" for rate in (HIGH_RATE, LOW_RATE)) + ".",
-            tuple(detours["SGD", rate] > 0.01 for rate in (HIGH_RATE, LOW_RATE)),
+        "along_the_gradients": Outcome(
+            " and ".join(f"{detours['SGD', rate]:.2f}" for rate in both) + ".",
+            [detours["SGD", rate] > BENT for rate in both],
         ),
-        Statement(
-            "For a higher learning rate in the left graph, the momentum term reduced the oscillations of SGD in "
-            "vertical axis",
-            "toy",
-            "How often the second weight passes its optimum before it is within 1 %; holds where momentum has fewer "
-            f"than SGD, and SGD some. {over}.",
+        "momentum_calms": Outcome(
             f"At {HIGH_RATE:g}: SGD {_swings(sgd[HIGH_RATE])}, with momentum "
             f"{_swings(momentum[HIGH_RATE, MOMENTUM])} times. It holds in {sum(reduced)} of {len(settings)} settings.",
-            tuple(reduced),
+            reduced,
         ),
-        Statement(
-            "but the accumulated momentum caused the other parameter to pass its optimum value in horizontal axis.",
-            "toy",
-            "How far the first weight goes beyond its optimum, as a fraction of its first distance; holds above 1 % "
-            f"with momentum and up to 1 % without. The same {len(settings)} settings.",
+        "momentum_overshoots": Outcome(
             f"At {HIGH_RATE:g}: {100 * _passed(momentum[HIGH_RATE, MOMENTUM]):.0f} % with momentum "
             f"{MOMENTUM:g}, {100 * _passed(sgd[HIGH_RATE]):.0f} % with SGD. It holds in {sum(passed)} of "
             f"{len(settings)} settings, and together with the statement before in "
             f"{sum(a and b for a, b in zip(reduced, passed, strict=True))}.",
-            tuple(passed),
+            passed,
         ),
-        Statement(
-            "applying a small learning rate eliminated the oscillations of the vanilla SGD and reduced them for the "
-            "SGD with momentum at the cost of more iterations",
-            "toy",
-            f"At {LOW_RATE:g}: SGD passes no optimum; with momentum fewer than at {HIGH_RATE:g}, a part for each of "
-            f"{len(MOMENTA)} momenta; SGD needs more iterations until it is within 1 % of the optimum.",
+        "low_rate_calms": Outcome(
             f"SGD passes {_swings(sgd[LOW_RATE])} times; fewer with {sum(calmed)} of {len(MOMENTA)} momenta; "
             f"iterations of SGD: {fast} at {HIGH_RATE:g}, {slow} at {LOW_RATE:g}.",
-            (_swings(sgd[LOW_RATE]) == 0, *calmed, slow > fast),
+            [_swings(sgd[LOW_RATE]) == 0, *calmed, slow > fast],
         ),
-    ]
+    }
+    shown = {
+        "rates": " and ".join(f"{rate:g}" for rate in both),
+        "settings": len(settings),
+        "momenta": len(MOMENTA),
+    }
+    return judged(NAME, "toy", outcomes, globals() | shown)
 
 
 def _swings(path: Path2D) -> int:

@@ -18,6 +18,7 @@ from consequent import CSGD
 from consequent.paper import first_extension
 from consequent_lab.paper.findings import Axis, Figure, Finding, Number, Panel, Series, Statement, Table
 from consequent_lab.paper.measures import detour
+from consequent_lab.paper.statements import Outcome, judged
 
 NAME = "output-paths"
 FEATURES, OUTPUTS, SAMPLES = 20, 2, 10
@@ -150,52 +151,30 @@ def statements(walks: dict[tuple[str, float], Walk]) -> list[Statement]:
     high, low = SGD_RATES
     extension = [walks["First extension", rate] for rate in EXTENSION_RATES]
     left = {rate: walk("C-SGD", rate, steps=1).last_distance for rate in FIRST_STEP_RATES}
-    return [
-        Statement(
-            "regardless of the learning rate, the proposed method steers the outputs directly towards the targets.",
-            "toy",
-            "Largest distance of any sample from its straight line ÷ the line's length, at "
-            f"{' and '.join(f'{rate:g}' for rate in C_RATES)}; holds below {STRAIGHT:g}.",
+    outcomes = {
+        "straight": Outcome(
             " and ".join(f"{worst('C-SGD', rate):.1g}" for rate in C_RATES) + ".",
-            tuple(worst("C-SGD", rate) < STRAIGHT for rate in C_RATES),
+            [worst("C-SGD", rate) < STRAIGHT for rate in C_RATES],
         ),
-        Statement(
-            "SGD not only took an indirect path but also demonstrated more oscillations.",
-            "toy",
-            f"At {high:g}: the same distance, median over samples, holds above {INDIRECT:g}; how often an output turns "
-            "back in 50 iterations, holds above C-SGD's.",
+        "sgd_oscillates": Outcome(
             f"{middle('SGD', high):.2f} of the length; SGD turns back {turned['SGD', high]:.1f} times, C-SGD "
             f"{turned['C-SGD', C_RATES[0]]:.1f} times.",
-            (middle("SGD", high) > INDIRECT, turned["SGD", high] > turned["C-SGD", C_RATES[0]]),
+            [middle("SGD", high) > INDIRECT, turned["SGD", high] > turned["C-SGD", C_RATES[0]]],
         ),
-        Statement(
-            "even decreasing the learning rate does not eliminate the fluctuations, because one or more of the input "
-            "samples can affect the other samples from behaving predictably.",
-            "toy",
-            f"At {low:g}: the same two; holds above {INDIRECT:g} and above 0.",
+        "a_lower_rate_does_not_help": Outcome(
             f"{middle('SGD', low):.2f} of the length; SGD turns back {turned['SGD', low]:.1f} times.",
-            (middle("SGD", low) > INDIRECT, turned["SGD", low] > 0),
+            [middle("SGD", low) > INDIRECT, turned["SGD", low] > 0],
         ),
-        Statement(
-            "The only way to move precisely towards the virtual targets happens when the right-hand side matrix is an "
-            "identity matrix. It requires the input matrix to consist of orthogonal vectors",
-            "toy",
-            "The first extension, NLMS for each sample by itself, on these inputs, which are not orthogonal: distance "
-            f"from the straight line, median over samples; holds above {INDIRECT:g}, a part for each rate.",
+        "only_orthogonal": Outcome(
             " ".join(f"At {one.rate:g} it {_fate(one)}." for one in extension),
-            tuple(median(one.detours) > INDIRECT for one in extension),
-            remark="At rate 1 NLMS takes one sample by itself to its target in one step.",
+            [median(one.detours) > INDIRECT for one in extension],
         ),
-        Statement(
-            "The perfect learning rate for a single layer with a linear activation function in full-batch mode should "
-            "be μ=1.",
-            "toy",
-            "Distance of all outputs from their targets after one step of C-SGD, as a fraction of the first; holds if "
-            f"it is below {STRAIGHT:g} at 1 and above at every other rate.",
+        "the_perfect_rate": Outcome(
             "; ".join(f"{rate:g}: {value:.1g}" for rate, value in left.items()) + ".",
-            (all((value < STRAIGHT) == (rate == 1) for rate, value in left.items()),),
+            [all((value < STRAIGHT) == (rate == 1) for rate, value in left.items())],
         ),
-    ]
+    }
+    return judged(NAME, "toy", outcomes, globals())
 
 
 def _fate(one: Walk) -> str:

@@ -188,7 +188,7 @@ class Chart {
       const width = this.small ? 1.4 : faint ? 1 : style.width;
       element("path", { class: "line", d: path, "stroke-width": width, "stroke-dasharray": faint ? "none" : curve.dash }, group);
     }
-    if (curve.style === "line" || curve.style === "dashed" || (faint && curve.style !== "markers")) return;
+    if (curve.style === "line" || (faint && curve.style !== "markers")) return;
     const size = (curve.style === "markers" ? 5 : 2.6) * (this.small ? 0.6 : 1);
     for (const [, x, y] of path.matchAll(/[ML]([-\d.]+) ([-\d.]+)/g)) {
       if (curve.style === "markers" && style.symbol === "x") element("path", { class: "cross", d: `M${x - size} ${y - size}l${2 * size} ${2 * size}m0 ${-2 * size}l${-2 * size} ${2 * size}` }, group);

@@ -28,7 +28,7 @@ def page(findings: Sequence[Finding]) -> str:
     """Returns the page. If any finding only shows the machinery, the page has no verdicts at all, and says why.
 
     Args:
-        findings: as `checked` returns them.
+        findings: what the experiments found.
     """
     environment = Environment(
         loader=PackageLoader("consequent_lab", "report"),

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import numpy as np
 
 from consequent_lab.paper.findings import Axis, Contours, Figure, Number, Panel
-from consequent_lab.report.curve_styles import CurveStyle, curve_styles, dashes, group_of
-from consequent_lab.report.seeds import Curve, curves
+from consequent_lab.report.curve_styles import DASHES, CurveStyle, curve_styles, group_of
+from consequent_lab.report.seeds import curves
 
 DIGITS = 5  # more than a screen shows
 CONTOURS = 16
@@ -79,14 +79,14 @@ def _panel(panel: Panel, styles: dict[str, CurveStyle]) -> dict[str, Any]:
         "equalScales": panel.equal_scales,
         "pointsAlone": all(series.style == "markers" for series in panel.series),
         "contours": contour_lines(panel.contours) if panel.contours else [],
-        "extent": {"x": ends(panel.contours.x), "y": ends(panel.contours.y)} if panel.contours else None,
+        "extent": _ends(panel.contours) if panel.contours else None,
         "curves": [
             {
                 "label": curve.series.label,
                 "group": numbers[group_of(curve.series)],
                 "style": curve.series.style,
                 "role": curve.role,
-                "dash": _dash(curve, styles[group_of(curve.series)]),
+                "dash": _dash(styles[group_of(curve.series)]),
                 "columns": {name: _rounded_all(curve.series.columns[name]) for name in shown},
             }
             for curve in curves(panel)
@@ -94,9 +94,9 @@ def _panel(panel: Panel, styles: dict[str, CurveStyle]) -> dict[str, Any]:
     }
 
 
-def _dash(curve: Curve, style: CurveStyle) -> str:
+def _dash(style: CurveStyle) -> str:
     """Returns the dashes as SVG wants them."""
-    return " ".join(f"{length * style.width:.1f}" for length in dashes(style, curve.series.style)) or "none"
+    return " ".join(f"{length * style.width:.1f}" for length in DASHES[style.dash]) or "none"
 
 
 def contour_lines(contours: Contours) -> list[list[list[Number]]]:
@@ -114,18 +114,13 @@ def contour_lines(contours: Contours) -> list[list[list[Number]]]:
     return [[_rounded_all(line[:, side].tolist()) for side in (0, 1)] for line in lines]
 
 
-def ends(values: list[float]) -> list[float]:
-    """Returns the first and the last."""
-    return [values[0], values[-1]]
+def _ends(contours: Contours) -> dict[str, list[float]]:
+    return {name: [values[0], values[-1]] for name, values in (("x", contours.x), ("y", contours.y))}
 
 
 def _axis(axis: Axis, panel: Panel) -> dict[str, Any]:
     values = [value for series in panel.series for value in series.columns[axis.column] if value is not None]
-    positive = [value for value in values if value > 0]
-    return {
-        **asdict(axis),
-        "hasLog": bool(positive) and min(values) >= 0,
-    }
+    return {**asdict(axis), "hasLog": bool(values) and min(values) >= 0 < max(values)}
 
 
 def _rounded_all(values: list[Any]) -> list[Any]:

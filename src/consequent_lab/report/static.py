@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from consequent_lab.figures import FAINT, INK
 from consequent_lab.paper.findings import Axis, Contours, Figure, Panel
 from consequent_lab.records import write_atomically
-from consequent_lab.report.curve_styles import CurveStyle, curve_styles, dashes, group_of
+from consequent_lab.report.curve_styles import DASHES, CurveStyle, curve_styles, group_of
 from consequent_lab.report.payload import aspect, choices, columns_of
 from consequent_lab.report.seeds import Curve, curves
 
@@ -41,7 +41,7 @@ def draw(figure: Figure, folder: Path) -> list[Path]:
     """Draws a figure once for every choice of axes that it offers.
 
     Args:
-        figure: as `checked` returns it.
+        figure: to be drawn.
         folder: where the files go: NAME.png and NAME.svg have the first axes, the others have the columns of theirs in
             the name, as in NAME-accuracy-seconds.png.
 
@@ -147,7 +147,7 @@ def _draw_curve(axes: Axes, curve: Curve, x: Axis, y: Axis, line: CurveStyle) ->
         _numbers(curve.series.columns[y.column]),
         color=line.colour.light,
         linewidth=0.6 if faint else POINTS_PER_PIXEL * line.width,
-        linestyle="none" if style == "markers" else _linestyle(line, style),
+        linestyle="none" if style == "markers" else _linestyle(line),
         alpha=0.5 if faint else 1.0,
         marker=SYMBOLS[line.symbol] if with_markers else None,
         markersize=6 if style == "markers" else 3,
@@ -180,9 +180,8 @@ def _scale(axis: Any, log: bool) -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def _linestyle(line: CurveStyle, style: str = "line") -> Any:
-    lengths = dashes(line, style)
-    return (0, lengths) if lengths else "-"
+def _linestyle(line: CurveStyle) -> Any:
+    return (0, DASHES[line.dash]) if DASHES[line.dash] else "-"
 
 
 def _legend_entry(group: str, line: CurveStyle) -> Line2D:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from consequent_lab.paper.findings import Finding
 from consequent_lab.records import write_atomically
-from consequent_lab.report.check import checked
 from consequent_lab.report.page import page
 from consequent_lab.report.static import draw
 
@@ -21,10 +20,11 @@ def write_report(findings: Sequence[Finding], output: Path, figures: Path) -> li
     Returns:
         The files of the static figures.
     """
-    good = checked(findings)
-    if not good:
-        raise ValueError("there is nothing to report: no experiment was asked for")
-    text = page(good)
-    written = [path for finding in good for figure in finding.figures for path in draw(figure, figures)]
+    drawn = [figure for finding in findings for figure in finding.figures]
+    for kind, names in (("experiment", [one.name for one in findings]), ("figure", [one.name for one in drawn])):
+        if len(set(names)) < len(names):
+            raise ValueError(f"each {kind} needs a name of its own, got {', '.join(names)}")
+    text = page(findings)
+    written = [path for figure in drawn for path in draw(figure, figures)]
     write_atomically(output, lambda file: file.write(text.encode()))
     return written

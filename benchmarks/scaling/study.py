@@ -7,7 +7,7 @@ It is compared with the slope of the operation counts over the same sizes.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.scaling.operations import correction_operations
 from consequent_lab.models import mlp, residual_net
-from consequent_lab.operations import correction_operations
 from consequent_lab.timing import Plan, Quartiles, Timings, describe_error, measure, release_memory
 from consequent_lab.workloads import Entrant, Task, TrainingStep, corrected, sgd
 
@@ -111,19 +111,12 @@ class Curve:
 
 
 def recorded_curves(record: dict[str, Any]) -> list[Curve]:
-    """Returns the curves of a JSON file that `consequent bench scaling` has written, perhaps on another machine."""
+    """Returns the curves of a JSON file that this study has written, perhaps on another machine."""
     known = {sweep.name: sweep for sweep in sweeps(record["device"]["type"], quick=record["quick"])}
     curves = []
     for curve in record["curves"]:
         points = [
-            Point(
-                point["size"],
-                Quartiles(**point["plain"]),
-                Quartiles(**point["ours"]),
-                Quartiles(**point["correction"]),
-                point["operations"],
-                Quartiles(**point["backward"]) if point.get("backward") else None,
-            )
+            Point(**point | {name: Quartiles(**point[name]) for name in QUANTITIES if point.get(name)})
             for point in curve["points"]
         ]
         curves.append(Curve(known[curve["name"]], points, curve["stopped"]))
@@ -237,11 +230,9 @@ def sweeps(device: str, *, quick: bool = False) -> tuple[Sweep, ...]:
     )
 
 
-def limits(device: str, *, quick: bool, repeats: int | None) -> Limits:
+def limits(rounds: int, *, quick: bool) -> Limits:
     """Returns how long the study may take."""
-    if quick:
-        return Limits(repeats or 5, point_seconds=3, sweep_seconds=15)
-    return Limits(repeats or 9, point_seconds=5, sweep_seconds=30)
+    return Limits(rounds, *((3, 15) if quick else (5, 30)))
 
 
 def run_sweep(sweep: Sweep, device: str, limit: Limits) -> Curve:
@@ -297,12 +288,5 @@ def _expected_seconds(milliseconds: list[float], rounds: int) -> float:
 
 
 def _doubling(first: int, last: int) -> tuple[int, ...]:
-    """Returns first, 2·first, 4·first, … up to last."""
-
-    def sizes() -> Iterator[int]:
-        size = first
-        while size <= last:
-            yield size
-            size *= 2
-
-    return tuple(sizes())
+    """Returns first, 2·first, 4·first, … up to last, which is one of them."""
+    return tuple(first << power for power in range((last // first).bit_length()))

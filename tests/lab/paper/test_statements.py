@@ -1,0 +1,45 @@
+"""The table of the paper's statements fits the experiments that measure them."""
+
+import pytest
+
+from consequent_lab.paper import mlp
+from consequent_lab.paper.experiments import experiments
+from consequent_lab.paper.resnet20_recipe import LABELS
+from consequent_lab.paper.resnet20_statements import RULES, Judge
+from consequent_lab.paper.statements import NOT_MEASURED, NOT_RUN, NOT_TIMED, Outcome, judged, statement_rows
+
+COLUMNS = {"paper", "measure", "remark", "kind", "not_run", "timed", "datasets", "on", "pairs", "holds"}
+
+
+@pytest.mark.parametrize("name", list(experiments()))
+def test_every_experiment_has_statements_and_no_row_has_an_unknown_column(name):
+    rows = statement_rows(name)
+    assert rows
+    for row in rows.values():
+        assert {"paper", "measure"} <= row.keys() <= COLUMNS
+        assert {label for pair in row.get("pairs", ()) for label in pair} <= set(row.get("on", ())) <= set(LABELS)
+        assert row.get("holds", "above 0") in RULES
+
+
+def test_every_measurement_has_its_row():
+    assert mlp.MEASURED.keys() == statement_rows("mlp").keys()
+    measured = {name for name in vars(Judge) if not name.startswith("_")} - {"found"}
+    assert measured == {
+        name for name, row in statement_rows("resnet20").items() if not ("pairs" in row or row.get("not_run"))
+    }
+
+
+def test_what_is_missing_is_said_and_limits_are_filled_in(monkeypatch):
+    rows = {
+        "known": {"paper": "a 100% b", "measure": "above {LIMIT:.1%} and {LIMIT:g}"},
+        "missing": {"paper": "c", "measure": "d", "remark": "e", "kind": "toy"},
+        "untimed": {"paper": "f", "measure": "g", "timed": True},
+        "nobody": {"paper": "h", "measure": "i", "not_run": True},
+    }
+    monkeypatch.setattr("consequent_lab.paper.statements.statement_rows", lambda name: rows)
+    outcomes = {"known": Outcome("5.", [True, None], "beside"), "missing": Outcome("", [None])}
+    known, missing, untimed, nobody = judged("x", "digits", outcomes | {"untimed": Outcome("", [])}, {"LIMIT": 0.125})
+    assert (known.paper, known.measure, known.kind) == ("a 100% b", "above 12.5 % and 0.125", "digits")
+    assert (known.measured, known.verdict, known.circumstances) == ("5.", "holds in part", "beside")
+    assert (missing.measured, missing.remark, missing.kind) == (NOT_MEASURED, "e", "toy")
+    assert (untimed.measured, nobody.measured, nobody.verdict) == (NOT_TIMED, NOT_RUN, "not measured")
