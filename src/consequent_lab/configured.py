@@ -74,7 +74,7 @@ class ConfiguredLearner(Learner):
         )
         self.test_samples = Samples(data.test_inputs, data.test_labels, channels_last=channels_last)
         self.config = config
-        self.tally = Tally(device, None if ranks is None else ranks.add_up)
+        self.tally = Tally(device, config.batch_size, self.per_epoch, None if ranks is None else ranks.add_up)
         self.norms = GradientNorms(model, keep_plain=config.gradient_norms == "both")
         self._ranks = ranks
         if ranks is not None:
@@ -89,12 +89,9 @@ class ConfiguredLearner(Learner):
             self.schedule(rate_factor(self.config, iteration, total))
         if is_own(self.config.model):  # there may be dropout in it
             torch.manual_seed(seed_number(self.config.seed, "iteration", iteration))
-        place = iteration % self.per_epoch
-        if place == 0:
-            self.tally.begin_epoch()
+        self.tally.begin(iteration)
         self.learn(self.batch(iteration))
-        if place == self.per_epoch - 1:
-            self.tally.end_epoch()
+        self.tally.end(iteration)
 
     def eager_step(self, indices: Tensor) -> None:
         """Trains without a graph; that nothing is finite any more is seen, and ends the run, when metrics are read."""

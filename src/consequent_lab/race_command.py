@@ -73,10 +73,10 @@ class Race:
         if not names:
             states = states_in(self.output, self.trials, self.seeds)
             if stage != "table":
-                for state in states:
-                    screen.print(f"{state.results.task.name:26} {state}", soft_wrap=True)
+                for results, state in states:
+                    screen.print(f"{results.task.name:26} {state}", soft_wrap=True)
                 return
-            names = tuple(state.results.task.name for state in states if state.results.lines)
+            names = tuple(results.task.name for results, _ in states if results.lines)
         deadline = None if self.minutes is None else time.time() + 60 * self.minutes
         for name in names:
             self._run_task(stage, name, deadline, screen)

@@ -321,12 +321,6 @@ def _digest(value: dict[str, Any], following: bytes) -> str:
     return hashlib.sha256(text.encode() + b"\n" + following).hexdigest()
 
 
-def all_runs(runs: Path) -> list[RunFolder]:
-    """Returns the runs under a folder, by recipe, variant and seed."""
-    folders = {path.parent for path in runs.glob("*/*/seed*/config.json")}
-    return [RunFolder(path) for path in sorted(folders, key=_by_number)]
-
-
 def environment(device: str) -> dict[str, Any]:
     """Returns what a run's numbers may depend on: versions, device, commit."""
     import torch
@@ -399,8 +393,3 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _as_tuple(value: Any) -> Any:
     return tuple(_as_tuple(entry) for entry in value) if isinstance(value, list) else value
-
-
-def _by_number(path: Path) -> tuple[str, int, str]:
-    seed = path.name.removeprefix("seed")
-    return path.parent.as_posix(), int(seed) if seed.isdigit() else -1, path.name

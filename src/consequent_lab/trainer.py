@@ -191,7 +191,7 @@ class _Training:
             "lr": self._config.lr * rate_factor(self._config, max(0, self._iteration - 1), self._total),
         }
         if self._iteration > 0:
-            line |= self._read_batches()
+            line |= self._learner.tally.read(self._iteration)
             if self._config.gradient_norms != "none":
                 line["gradient_norms"] = self._learner.norms.read()
             if self._config.consequentialist:
@@ -209,33 +209,18 @@ class _Training:
         self._watcher.read(line)
         return line
 
-    def _read_batches(self) -> dict[str, float]:
-        size, per_epoch = self._config.batch_size, self._per_epoch
-        batches = (self._iteration - 1) % per_epoch + 1  # of this epoch so far: all of them at its end
-        last, running, complete = self._learner.tally.read()
-        readings = {
-            "batch_loss": last.loss,
-            "batch_accuracy": last.correct / size,
-            "running_loss": running.loss / batches,
-            "running_accuracy": running.correct / (batches * size),
-        }
-        if self._iteration >= per_epoch:
-            readings["epoch_loss"] = complete.loss / per_epoch
-            readings["epoch_accuracy"] = complete.correct / (per_epoch * size)
-        return readings
-
     def _evaluate(self) -> dict[str, float]:
-        readings: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         self._learner.share_buffers()
         if self._config.evaluate_training:
             training = evaluate(self._learner.model, self._learner.samples, usual_loss)
-            readings |= {"train_loss": training.loss, "train_accuracy": training.accuracy}
+            metrics |= {"train_loss": training.loss, "train_accuracy": training.accuracy}
             if self._remembered is not None:
-                readings["forgotten"] = training.forgotten_since(self._remembered)
+                metrics["forgotten"] = training.forgotten_since(self._remembered)
             self._remembered = training.correct
         test = evaluate(self._learner.model, self._learner.test_samples, usual_loss)
         name = "validation" if self._config.validation else "test"
-        return readings | {f"{name}_loss": test.loss, f"{name}_accuracy": test.accuracy}
+        return metrics | {f"{name}_loss": test.loss, f"{name}_accuracy": test.accuracy}
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 

@@ -177,20 +177,21 @@ def test_a_run_computes_and_reads_what_a_script_does(tmp_path, monkeypatch, opti
     assert sum(forgotten[1:]) > 0, "a toy that shows nothing"
 
 
-def test_both_readings_of_accuracy_on_a_toy():
-    tally = Tally(CPU)
+def test_means_over_batches_and_epochs_on_a_toy():
+    tally = Tally(CPU, batch_size=4, per_epoch=2)
     answers = [[0, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]  # two epochs of two batches of four
-    readings = []
+    read = []
     for number, batch in enumerate(answers):
-        if number % 2 == 0:
-            tally.begin_epoch()
-        logits = torch.eye(2)[torch.tensor(batch)]
-        tally.add(torch.tensor(float(number)), logits, torch.ones(4, dtype=torch.long))
-        if number % 2 == 1:
-            tally.end_epoch()
-        last, epoch, complete = tally.read()
-        readings.append((last.correct, epoch.correct, complete.correct, last.loss, epoch.loss, complete.loss))
-    assert readings == [(2, 2, 0, 0, 0, 0), (2, 4, 4, 1, 1, 1), (3, 3, 4, 2, 2, 1), (0, 3, 3, 3, 5, 5)]
+        tally.begin(number)
+        tally.add(torch.tensor(float(number)), torch.eye(2)[torch.tensor(batch)], torch.ones(4, dtype=torch.long))
+        tally.end(number)
+        read.append(tally.read(number + 1))
+    assert [line["batch_loss"] for line in read] == [0, 1, 2, 3]
+    assert [line["running_loss"] for line in read] == [0, 0.5, 2, 2.5]
+    assert [line.get("epoch_loss") for line in read] == [None, 0.5, 0.5, 2.5]
+    assert [line["batch_accuracy"] for line in read] == [0.5, 0.5, 0.75, 0]
+    assert [line["running_accuracy"] for line in read] == [0.5, 0.5, 0.75, 0.375]
+    assert [line.get("epoch_accuracy") for line in read] == [None, 0.5, 0.5, 0.375]
 
 
 def test_forgotten_samples_on_a_toy():
