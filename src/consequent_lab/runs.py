@@ -310,7 +310,7 @@ def sealed(value: dict[str, Any], following: bytes = b"") -> dict[str, Any]:
 
 def unsealed(value: dict[str, Any], where: str, following: bytes = b"") -> dict[str, Any]:
     """Returns the object without its digest; raises DamagedFileError, naming where it is from, if that does not fit."""
-    rest = {name: entry for name, entry in value.items() if name != "sha256"}
+    rest = {name: part for name, part in value.items() if name != "sha256"}
     if value.get("sha256") != _digest(rest, following):
         raise DamagedFileError(f"{where} is damaged: its contents do not have the digest that was written with them")
     return rest
@@ -392,4 +392,4 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _as_tuple(value: Any) -> Any:
-    return tuple(_as_tuple(entry) for entry in value) if isinstance(value, list) else value
+    return tuple(_as_tuple(part) for part in value) if isinstance(value, list) else value

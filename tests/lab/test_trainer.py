@@ -98,18 +98,18 @@ def script(config, dataset):
     optimizer = build_optimizer(config, model, capturable=False)
     if config.consequentialist:
         consequent.attach(optimizer, model, damping=config.damping, relative_damping=config.relative_damping)
-    per_epoch = len(data.train_labels) // config.batch_size
+    per_epoch = len(data.train.targets) // config.batch_size
     before, complete = None, None
     for iteration in range(config.total_iterations(per_epoch) + 1):
         line = {"iteration": iteration}
         if iteration > 0:
             epoch, place = divmod(iteration - 1, per_epoch)
             if place == 0:
-                batches = order_of(len(data.train_labels), config.batch_size, config.seed, epoch).split(
+                batches = order_of(len(data.train.targets), config.batch_size, config.seed, epoch).split(
                     config.batch_size
                 )
                 seen = []
-            inputs, labels = data.train_inputs[batches[place]], data.train_labels[batches[place]]
+            inputs, labels = data.train.inputs[batches[place]], data.train.targets[batches[place]]
             optimizer.zero_grad()
             logits = model(inputs)
             loss = cross_entropy(logits, labels)
@@ -122,12 +122,12 @@ def script(config, dataset):
             complete = means if len(seen) == per_epoch else complete
             line |= {"batch": seen[-1], "running": means, "epoch": complete, "plain": plain, "applied": applied}
         with torch.no_grad():
-            logits = model(data.train_inputs)
-            correct = logits.argmax(1) == data.train_labels
+            logits = model(data.train.inputs)
+            correct = logits.argmax(1) == data.train.targets
             line |= {
-                "train_loss": cross_entropy(logits, data.train_labels).item(),
+                "train_loss": cross_entropy(logits, data.train.targets).item(),
                 "train_accuracy": correct.double().mean().item(),
-                "test_accuracy": (model(data.test_inputs).argmax(1) == data.test_labels).double().mean().item(),
+                "test_accuracy": (model(data.test.inputs).argmax(1) == data.test.targets).double().mean().item(),
             }
         if iteration % config.evaluate_every == 0:
             line["forgotten"] = None if before is None else int((before & ~correct).sum())

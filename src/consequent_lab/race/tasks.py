@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from consequent_lab.augmentation import moved_and_mirrored
+from consequent_lab.digits import load_digits
 from consequent_lab.models import LanguageModel, mlp, residual_net
 from consequent_lab.race import sources
 from consequent_lab.race.measures import Best, Final, TimeTo
@@ -238,7 +239,7 @@ def handwritten_digits() -> Task:
     return Task(
         name=DEMO,
         title="scikit-learn's digits, eight hidden layers of 128, batches of 32",
-        load=lambda place, seed: sources.digits(),
+        load=lambda place, seed: load_digits(),
         model=lambda variant: mlp(64, (128,) * 8, 10),
         loss=cross_entropy,
         metric="accuracy",
