@@ -1,6 +1,7 @@
 """The learner that all training is made of; its CUDA graphs by a stand-in."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -51,31 +52,35 @@ def test_a_race_and_a_run_in_a_folder_learn_the_same(tmp_path, name):
 
 
 class Replayed:
-    """Stands in for a captured step: replays it with the learning rates of its capture."""
+    """Stands in for a captured step: replays it with the learning rates of its last capture."""
 
-    def __init__(self, model, optimizers, loss, batch, warm_up):
-        self.rates = [group["lr"] for group in optimizers.param_groups]
+    def __init__(self, captures, model, optimizers, loss, batch, warm_up):
+        self.captures = captures
         self.arguments = model, optimizers, loss
-        self.replays = 0
         self.warm_up = warm_up
+        self.capture()
         for _ in range(warm_up):
             self(*batch)
-        self.replays = 0
+        captures[-1]["replays"] = 0
+
+    def capture(self):
+        rates = [group["lr"] for group in self.arguments[1].param_groups]
+        self.captures.append({"warm_up": self.warm_up, "rates": rates, "replays": 0})
 
     def __call__(self, indices):
         model, optimizers, loss = self.arguments
-        for group, rate in zip(optimizers.param_groups, self.rates, strict=True):
+        for group, rate in zip(optimizers.param_groups, self.captures[-1]["rates"], strict=True):
             group["lr"] = rate
         optimizers.zero_grad()
         loss(model, indices).backward()
         optimizers.step()
-        self.replays += 1
+        self.captures[-1]["replays"] += 1
 
 
 @pytest.fixture
 def captures(monkeypatch):
     made = []
-    monkeypatch.setattr(learner, "GraphedStep", lambda *arguments: made.append(Replayed(*arguments)) or made[-1])
+    monkeypatch.setattr(learner, "GraphedStep", partial(Replayed, made))
     monkeypatch.setattr(Learner, "_step_aside", Learner.eager_step)
     return made
 
@@ -98,7 +103,10 @@ def test_a_graph_is_captured_after_the_first_steps_and_after_every_change_of_rat
             learning.learn(learning.batch(iteration))
         weights.append(learning.model.weight.detach().clone())
     assert torch.equal(*weights)
-    assert [(step.warm_up, step.replays, step.rates) for step in captures] == [(0, 5, [0.1]), (0, 10, [0.05])]
+    assert captures == [
+        {"warm_up": 0, "rates": [0.1], "replays": 5},
+        {"warm_up": 0, "rates": [0.05], "replays": 10},
+    ]
 
 
 def graphed(config):
@@ -115,7 +123,7 @@ def test_what_a_capture_trains_is_taken_back(captures, optimiser):
         learning.settle()
         for iteration in range(50):
             learning.step(iteration, 50)
-    assert [(step.warm_up, step.replays) for step in captures] == [(3, 50)]
+    assert [(capture["warm_up"], capture["replays"]) for capture in captures] == [(3, 50)]
     assert learners[0].is_graphed
     for one, other in zip(*(learning.model.parameters() for learning in learners), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -27,8 +27,6 @@ OF_SIGNALS = (
     *MUON_CORRECTED,
 )
 
-Starts = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
-
 
 # ---- 1: the paper's perceptron -----------------------------------------------------------------------------------
 
@@ -67,11 +65,11 @@ def perceptron(dataset: str, batch_size: int, settings_from: str | None) -> Task
 
 # ---- 2, 3: ResNet-20 ---------------------------------------------------------------------------------------------
 
-RESNET_STARTS: Starts = (
-    ("C-Nesterov", (("lr", 0.1), ("relative_damping", 0.3), ("decay", 1e-3))),
-    ("C-SGD", (("lr", 0.3), ("relative_damping", 0.3), ("decay", 1e-3))),
-    ("C-AdamW", (("lr", 1e-3), ("relative_damping", 0.3), ("decay", 1e-3))),
-)
+RESNET_STARTS = {
+    "C-Nesterov": {"lr": 0.1, "relative_damping": 0.3, "decay": 1e-3},
+    "C-SGD": {"lr": 0.3, "relative_damping": 0.3, "decay": 1e-3},
+    "C-AdamW": {"lr": 1e-3, "relative_damping": 0.3, "decay": 1e-3},
+}
 
 
 def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -120,12 +118,12 @@ def resnet(augmented: bool) -> Task:
 
 # ---- 4: coordinates ----------------------------------------------------------------------------------------------
 
-SIGNAL_STARTS: Starts = (
-    ("Adam", (("lr", 1e-3),)),
-    ("C-Adam", (("lr", 1e-3),)),
-    *((name, (("lr", 1e-2), ("other_lr", 1e-3))) for name in ("Muon", *MUON_CORRECTED)),
-    ("SOAP", (("lr", 3e-3),)),
-)
+SIGNAL_STARTS = {
+    "Adam": {"lr": 1e-3},
+    "C-Adam": {"lr": 1e-3},
+    **{name: {"lr": 1e-2, "other_lr": 1e-3} for name in ("Muon", *MUON_CORRECTED)},
+    "SOAP": {"lr": 3e-3},
+}
 HIDDEN = (256,) * 5
 
 
@@ -249,7 +247,7 @@ def handwritten_digits() -> Task:
         batch_size=32,
         epochs=10,
         evaluations=30,
-        starts=tuple((name, (("lr", 1e-3),)) for name in ("Adam", "C-Adam")),
+        starts={name: {"lr": 1e-3} for name in ("Adam", "C-Adam")},
     )
 
 
