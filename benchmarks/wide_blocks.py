@@ -32,10 +32,10 @@ RATES = (0.1, 0.3)
 def moved_digits() -> tuple[Tensor, Tensor]:
     """Every digit of the training set in nine places, in a random order."""
     digits = load_digits()
-    images = F.pad(digits.train_inputs.view(-1, 8, 8), (1, 1, 1, 1), value=float(digits.train_inputs.min()))
+    images = F.pad(digits.train.inputs.view(-1, 8, 8), (1, 1, 1, 1), value=float(digits.train.inputs.min()))
     places = [images[:, y : y + 8, x : x + 8].flatten(1) for y in range(3) for x in range(3)]
     order = torch.randperm(9 * len(images), generator=torch.Generator().manual_seed(1))
-    return torch.cat(places)[order], digits.train_labels.repeat(9)[order]
+    return torch.cat(places)[order], digits.train.targets.repeat(9)[order]
 
 
 def network() -> nn.Sequential:

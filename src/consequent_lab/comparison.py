@@ -32,7 +32,7 @@ class SeenRun:
         label: of the run up to its seed.
         seed: of the run.
         outcome: "finished", "diverged" or "running".
-        lines: its readings, each with an iteration.
+        lines: of metrics, each with an iteration.
         seconds: of training so far; None where it was not measured.
     """
 
@@ -47,17 +47,17 @@ class SeenRun:
         """Iterations so far."""
         return int(self.lines[-1]["iteration"]) if self.lines else 0
 
-    def curve(self, *readings: str, by: str = "iteration") -> list[tuple[float, float]]:
-        """Returns the first of these readings that the run has, against iterations or seconds."""
-        for reading in readings:
-            found = [(line[by], line[reading]) for line in self.lines if _has(line, by) and _has(line, reading)]
+    def curve(self, *metrics: str, by: str = "iteration") -> list[tuple[float, float]]:
+        """Returns the first of these metrics that the run has, against iterations or seconds."""
+        for metric in metrics:
+            found = [(line[by], line[metric]) for line in self.lines if _has(line, by) and _has(line, metric)]
             if found:
                 return found
         return []
 
-    def last(self, *readings: str) -> float | None:
-        """Returns the last value of the first of these readings that the run has; None of one that diverged."""
-        curve = self.curve(*readings)
+    def last(self, *metrics: str) -> float | None:
+        """Returns the last value of the first of these metrics that the run has; None of one that diverged."""
+        curve = self.curve(*metrics)
         return curve[-1][1] if curve and self.outcome != "diverged" else None
 
 

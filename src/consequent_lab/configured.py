@@ -26,7 +26,7 @@ from consequent_lab.models import mlp, residual_net
 from consequent_lab.optimizers import Optimizers, plain_optimizer
 from consequent_lab.own_code import own_model
 from consequent_lab.rank_group import RankGroup
-from consequent_lab.samples import Samples, usual_loss
+from consequent_lab.samples import usual_loss
 from consequent_lab.schedules import rate_factor
 from consequent_lab.train_config import TrainConfig, is_own
 from consequent_lab.training_metrics import GradientNorms, Tally
@@ -50,8 +50,8 @@ class ConfiguredLearner(Learner):
         self, config: TrainConfig, dataset: Dataset, device: torch.device, ranks: RankGroup | None = None
     ) -> None:
         _refuse(config, dataset, device, ranks)
-        data = prepared(dataset, config.normalisation, device, flat=not config.is_convolutional)
         channels_last = config.is_convolutional and config.channels_last
+        data = prepared(dataset, config.normalisation, device, not config.is_convolutional, channels_last)
         model = model_of(config, dataset).to(device)
         if channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -66,15 +66,15 @@ class ConfiguredLearner(Learner):
         super().__init__(
             model,
             Optimizers(model, [build_optimizer(config, model, capturable=self._wants_graph)]),
-            Samples(data.train_inputs, data.train_labels, channels_last=channels_last),
+            data.train,
             usual_loss,
             config.batch_size,
             config.seed,
             augment if config.augment else None,
         )
-        self.test_samples = Samples(data.test_inputs, data.test_labels, channels_last=channels_last)
+        self.test_samples = data.test
         self.config = config
-        self.tally = Tally(device, None if ranks is None else ranks.add_up)
+        self.tally = Tally(device, config.batch_size, self.per_epoch, None if ranks is None else ranks.add_up)
         self.norms = GradientNorms(model, keep_plain=config.gradient_norms == "both")
         self._ranks = ranks
         if ranks is not None:
@@ -89,12 +89,9 @@ class ConfiguredLearner(Learner):
             self.schedule(rate_factor(self.config, iteration, total))
         if is_own(self.config.model):  # there may be dropout in it
             torch.manual_seed(seed_number(self.config.seed, "iteration", iteration))
-        place = iteration % self.per_epoch
-        if place == 0:
-            self.tally.begin_epoch()
+        self.tally.begin(iteration)
         self.learn(self.batch(iteration))
-        if place == self.per_epoch - 1:
-            self.tally.end_epoch()
+        self.tally.end(iteration)
 
     def eager_step(self, indices: Tensor) -> None:
         """Trains without a graph; that nothing is finite any more is seen, and ends the run, when metrics are read."""

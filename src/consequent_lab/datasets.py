@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from consequent_lab.samples import Data, Samples
+
 FOLDER_VARIABLE = "CONSEQUENT_DATA"
 DEFAULT_FOLDER = Path("data")
 NORMALISATIONS = ("unit", "centred", "symmetric", "features")
@@ -37,16 +39,6 @@ class Dataset:
     test_images: Tensor
     test_labels: Tensor
     classes: int | None
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a network is trained on: inputs in float32 and labels, all on one device."""
-
-    train_inputs: Tensor
-    train_labels: Tensor
-    test_inputs: Tensor
-    test_labels: Tensor
 
 
 # ---- official layouts --------------------------------------------------------------------------------------------
@@ -353,7 +345,9 @@ def held_out(dataset: Dataset, fraction: float) -> Dataset:
 # ---- inputs of a network -----------------------------------------------------------------------------------------
 
 
-def prepared(dataset: Dataset, normalisation: str, device: torch.device | str, flat: bool) -> Prepared:
+def prepared(
+    dataset: Dataset, normalisation: str, device: torch.device | str, flat: bool, channels_last: bool = False
+) -> Data:
     """Returns the data set as a network takes it, moved to the device once.
 
     Args:
@@ -363,6 +357,7 @@ def prepared(dataset: Dataset, normalisation: str, device: torch.device | str, f
             that are not bytes are taken as they are.
         device: where it is to lie.
         flat: whether an image is one row of features (for dense layers).
+        channels_last: of images, the memory format.
 
     Raises:
         ValueError: if there is no such normalisation.
@@ -372,18 +367,13 @@ def prepared(dataset: Dataset, normalisation: str, device: torch.device | str, f
         shift, scale = _normaliser(dataset.train_images, normalisation)
         shift, scale = shift.float().to(device), scale.float().to(device)
 
-    def inputs(images: Tensor) -> Tensor:
-        values = images.to(device)
+    def samples(images: Tensor, labels: Tensor) -> Samples:
+        inputs = images.to(device)
         if is_bytes:
-            values = values.float().sub_(shift).mul_(scale)  # bytes travel, floats are made there
-        return values.flatten(1) if flat else values
+            inputs = inputs.float().sub_(shift).mul_(scale)  # bytes travel, floats are made there
+        return Samples(inputs.flatten(1) if flat else inputs, labels.to(device), channels_last=channels_last)
 
-    return Prepared(
-        train_inputs=inputs(dataset.train_images),
-        train_labels=dataset.train_labels.to(device),
-        test_inputs=inputs(dataset.test_images),
-        test_labels=dataset.test_labels.to(device),
-    )
+    return Data(samples(dataset.train_images, dataset.train_labels), samples(dataset.test_images, dataset.test_labels))
 
 
 def _normaliser(images: Tensor, normalisation: str) -> tuple[Tensor, Tensor]:

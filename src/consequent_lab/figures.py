@@ -36,11 +36,11 @@ def draw_comparison(path: Path, runs: Sequence[SeenRun]) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 3)
     words = ["training loss", "training loss", "test accuracy" if test is TEST_ACCURACY else "test loss"]
-    for axes, readings, by, word in zip(
+    for axes, metrics, by, word in zip(
         panels, (TRAINING_LOSS, TRAINING_LOSS, test), ("iteration", "seconds", "iteration"), words, strict=True
     ):
         for label, group in groups.items():
-            _draw(axes, [run.curve(*readings, by=by) for run in group], styles[label])
+            _draw(axes, [run.curve(*metrics, by=by) for run in group], styles[label])
         axes.set_ylabel(word)
         axes.set_xlabel("iterations" if by == "iteration" else "seconds of training")
         if "accuracy" not in word and any(line.get_ydata().size for line in axes.lines):

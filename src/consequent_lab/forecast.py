@@ -16,6 +16,7 @@ from consequent_lab.datasets import Dataset, load
 from consequent_lab.paper.archive import Archive
 from consequent_lab.paper.recipes import Job, Race, Recipe, Step
 from consequent_lab.samples import evaluate, usual_loss
+from consequent_lab.timing import synchronize
 from consequent_lab.train_config import TrainConfig
 
 TIMED_SECONDS = 0.3  # of training, for every kind of run
@@ -122,21 +123,16 @@ def measured_cost(device: str, data: Path | None) -> Callable[[TrainConfig], Cos
 
 
 def _timed(learner: ConfiguredLearner, start_up: float, test_samples: int) -> Cost:
-    device = learner.samples.device
-    _wait(device)
+    device = learner.samples.device.type
+    synchronize(device)
     start, steps = time.perf_counter(), 0
     while steps < TIMED_STEPS and time.perf_counter() - start < TIMED_SECONDS:
         learner.step(steps, TIMED_STEPS)
         steps += 1
-    _wait(device)
+    synchronize(device)
     step = (time.perf_counter() - start) / steps
     start = time.perf_counter()
     evaluate(learner.model, learner.test_samples, usual_loss)
-    _wait(device)
+    synchronize(device)
     sample = (time.perf_counter() - start) / len(learner.test_samples)
     return Cost(start_up, step, sample, len(learner.samples), test_samples)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -11,8 +11,6 @@ import tyro
 if TYPE_CHECKING:  # The command line reads this file for its options; torch and optuna are imported when needed.
     from rich.console import Console
 
-    from consequent_lab.race.running import Conditions
-
 SETS = ("cifar10", "cifar100", "fashion-mnist", "pictures", "tables", "sources")
 
 
@@ -73,10 +71,10 @@ class Race:
         if not names:
             states = states_in(self.output, self.trials, self.seeds)
             if stage != "table":
-                for state in states:
-                    screen.print(f"{state.results.task.name:26} {state}", soft_wrap=True)
+                for results, state in states:
+                    screen.print(f"{results.task.name:26} {state}", soft_wrap=True)
                 return
-            names = tuple(state.results.task.name for state in states if state.results.lines)
+            names = tuple(results.task.name for results, _ in states if results.lines)
         deadline = None if self.minutes is None else time.time() + 60 * self.minutes
         for name in names:
             self._run_task(stage, name, deadline, screen)
@@ -84,24 +82,30 @@ class Race:
     def _run_task(self, stage: str, name: str, deadline: float | None, screen: "Console") -> None:
         from consequent_lab.race.contestants import contestant_named
         from consequent_lab.race.results import Results
+        from consequent_lab.race.running import Conditions, race
         from consequent_lab.race.table import markdown_table, terminal_table
         from consequent_lab.race.tasks import task_named
 
-        conditions = self._conditions(name, deadline)
+        conditions = Conditions(
+            name,
+            self.tiny,
+            self.epochs,
+            self.data,
+            self.device,
+            graph=not self.eager,
+            trials=self.trials,
+            deadline=deadline,
+        )
         task = conditions.the_task()
         wanted = [word.strip() for word in self.contestants.split(",") if word.strip()]
         names = [contestant_named(word).name for word in wanted] or list(task.contestants)
         results = Results.of(task, self.output)
         say = partial(screen.print, soft_wrap=True)
         if stage == "race":
-            from consequent_lab.race.running import race
-
             base = task.settings_from
-            searched = (
-                results
-                if base is None
-                else Results.of(task_named(base.removesuffix("-tiny"), tiny=self.tiny), self.output)
-            )
+            searched = results
+            if base is not None:
+                searched = Results.of(task_named(base.removesuffix("-tiny"), tiny=self.tiny), self.output)
             say(f"{task.name}: {task.title}")
             is_whole = race(conditions, names, self.seeds, self.workers, results, searched, say)
             say("All is done." if is_whole else "Something is left: the same command goes on with it.")
@@ -113,20 +117,6 @@ class Race:
             print(markdown_table(results))
         else:
             screen.print(terminal_table(results))
-
-    def _conditions(self, name: str, deadline: float | None) -> "Conditions":
-        from consequent_lab.race.running import Conditions
-
-        return Conditions(
-            task=name,
-            tiny=self.tiny,
-            epochs=self.epochs,
-            place=self.data,
-            device=self.device,
-            graph=not self.eager,
-            trials=self.trials,
-            deadline=deadline,
-        )
 
     def _write_data(self, names: tuple[str, ...], screen: "Console") -> None:
         from consequent_lab.race.files import write_arrays, write_images

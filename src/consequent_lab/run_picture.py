@@ -38,18 +38,18 @@ def picture_of(run: SeenRun, config: TrainConfig) -> RenderableType:
     if speed is not None:
         left = f", {shown_seconds((total - run.iterations) / speed)} left" if total and run.outcome == "running" else ""
         facts.add_row("speed", f"{three_digits(speed)} iterations per second{left}")
-    for word, readings in (
+    for word, metrics in (
         ("training loss", TRAINING_LOSS),
         ("test loss", TEST_LOSS),
         ("test accuracy", TEST_ACCURACY),
     ):
-        curve = [value for _, value in run.curve(*readings)]
+        curve = [value for _, value in run.curve(*metrics)]
         if curve:
-            is_accuracy = readings is TEST_ACCURACY
+            is_accuracy = metrics is TEST_ACCURACY
             shown = f"{100 * curve[-1]:.2f} %" if is_accuracy else three_digits(curve[-1])
             facts.add_row(word, Text.assemble((sparkline(curve, log=not is_accuracy), "cyan"), f"  {shown}"))
-    title = f"{config.optimiser_name}, lr {config.lr:g}, {config.model} on {config.dataset}, seed {config.seed}"
-    return Panel(Group(facts, _layers(run, config)), title=Text(title, style="bold"), title_align="left", expand=False)
+    title = Text(config.title, style="bold")
+    return Panel(Group(facts, _layers(run, config)), title=title, title_align="left", expand=False)
 
 
 def _progress(run: SeenRun, total: int | None) -> RenderableType:
@@ -72,7 +72,7 @@ def _total(run: SeenRun, config: TrainConfig) -> int | None:
 
 
 def _speed(run: SeenRun) -> float | None:
-    """Returns iterations per second over the last readings."""
+    """Returns iterations per second over the last lines."""
     timed = [(line["iteration"], line["seconds"]) for line in run.lines[-6:] if "seconds" in line]
     if len(timed) < 2 or timed[-1][1] <= timed[0][1]:
         return None

@@ -310,7 +310,7 @@ def sealed(value: dict[str, Any], following: bytes = b"") -> dict[str, Any]:
 
 def unsealed(value: dict[str, Any], where: str, following: bytes = b"") -> dict[str, Any]:
     """Returns the object without its digest; raises DamagedFileError, naming where it is from, if that does not fit."""
-    rest = {name: entry for name, entry in value.items() if name != "sha256"}
+    rest = {name: part for name, part in value.items() if name != "sha256"}
     if value.get("sha256") != _digest(rest, following):
         raise DamagedFileError(f"{where} is damaged: its contents do not have the digest that was written with them")
     return rest
@@ -319,12 +319,6 @@ def unsealed(value: dict[str, Any], where: str, following: bytes = b"") -> dict[
 def _digest(value: dict[str, Any], following: bytes) -> str:
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode() + b"\n" + following).hexdigest()
-
-
-def all_runs(runs: Path) -> list[RunFolder]:
-    """Returns the runs under a folder, by recipe, variant and seed."""
-    folders = {path.parent for path in runs.glob("*/*/seed*/config.json")}
-    return [RunFolder(path) for path in sorted(folders, key=_by_number)]
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -398,9 +392,4 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _as_tuple(value: Any) -> Any:
-    return tuple(_as_tuple(entry) for entry in value) if isinstance(value, list) else value
-
-
-def _by_number(path: Path) -> tuple[str, int, str]:
-    seed = path.name.removeprefix("seed")
-    return path.parent.as_posix(), int(seed) if seed.isdigit() else -1, path.name
+    return tuple(_as_tuple(part) for part in value) if isinstance(value, list) else value

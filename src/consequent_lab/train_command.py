@@ -123,7 +123,7 @@ class Train(TrainConfig):
             train(config, folder, device, data=data, ranks=ranks)
             return
         with ProgressBoard(screen) as board:
-            watcher = board.run(_title(config))
+            watcher = board.run(config.title)
             try:
                 train(config, folder, device, data=data, watcher=watcher, ranks=ranks)
             except KeyboardInterrupt:
@@ -184,12 +184,6 @@ def _report(folders: "list[RunFolder]", screen: "Console") -> None:
 
 def _damping_option(config: TrainConfig) -> str:
     return "relative-damping" if config.damping is None else "damping"
-
-
-def _title(config: TrainConfig) -> str:
-    damping = "" if config.relative_damping is None else f", damping {config.relative_damping:g}"
-    rate = f"lr {config.lr:g}{damping}"
-    return f"{config.optimiser_name}, {rate}, {config.model}, {config.dataset}, seed {config.seed}"
 
 
 def variant_of(config: TrainConfig) -> str:

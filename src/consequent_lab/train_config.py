@@ -137,6 +137,16 @@ class TrainConfig:
         return f"C-{name}" if self.consequentialist else name
 
     @property
+    def title(self) -> str:
+        """The run in a few words.
+
+        >>> TrainConfig(relative_damping=0.5, seed=3).title
+        'C-SGD, lr 0.1, damping 0.5, mlp on digits, seed 3'
+        """
+        damping = "" if self.relative_damping is None else f", damping {self.relative_damping:g}"
+        return f"{self.optimiser_name}, lr {self.lr:g}{damping}, {self.model} on {self.dataset}, seed {self.seed}"
+
+    @property
     def is_convolutional(self) -> bool:
         """Whether the model takes images rather than rows."""
         return self.model in ("resnet20", "resnet20-bn")

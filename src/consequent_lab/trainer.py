@@ -81,7 +81,9 @@ def train(
             dataset = held_out(dataset, config.validation)
         place = torch.device(device)
         with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
-            _Training(config, folder, place, dataset, state, watcher, ranks).run()
+            training = _Training(config, folder, place, dataset, state, watcher, ranks)
+            with training.interruption.awaited(ranks is None):
+                training.run()
 
 
 class _Training:
@@ -104,15 +106,15 @@ class _Training:
         self._ranks = ranks
         self._has_classes = dataset.classes is not None
         self._learner = ConfiguredLearner(config, dataset, device, ranks)
-        self._per_epoch = self._learner.per_epoch
-        self._total = config.total_iterations(self._per_epoch)
+        self._total = config.total_iterations(self._learner.per_epoch)
+        self._evaluate_every = config.evaluate_every or self._learner.per_epoch
         if config.warm_up >= self._total:
             raise ValueError(f"warm_up {config.warm_up} must be less than the {self._total} iterations of the run")
         self._fingerprint = _fingerprint(dataset)
         self._iteration = 0
         self._seconds = 0.0
         self._saved_at = time.perf_counter()
-        self._interruption = _Interruption()
+        self.interruption = _Interruption()
         self._remembered: Tensor | None = None  # what of the training set was correct at the last evaluation
         if state is not None:
             self._take_over(state)
@@ -122,34 +124,26 @@ class _Training:
 
     def run(self) -> None:
         """Trains to the end, or to an interruption."""
-        with self._interruption.awaited(self._ranks is None):
-            self._run()
-
-    def _run(self) -> None:
         self._watcher.started(self._iteration, self._total)
         outcome = "finished"
         if self._iteration == 0:
             self._read()
         while self._iteration < self._total:
             self._advance(self._next_stop())
-            if self._is_due(self._config.log_every) or self._is_due(self._evaluation_interval):
+            if self._is_due(self._config.log_every) or self._is_due(self._evaluate_every):
                 line = self._read()
                 if "diverged" in line:
                     outcome = "diverged"
                     break
-            if self._is_due(self._config.checkpoint_every) or self._told(self._is_late or self._interruption.came):
+            if self._is_due(self._config.checkpoint_every) or self._told(self._is_late or self.interruption.came):
                 self._save()
-            if self._interruption.came:
+            if self.interruption.came:
                 raise KeyboardInterrupt
         done = {"outcome": outcome, "iteration": self._iteration, "seconds": self._seconds}
         self._folder.finish(done)
         self._watcher.ended(done, skipped=False)
 
     # ---- training -----------------------------------------------------------------------------------------------
-
-    @property
-    def _evaluation_interval(self) -> int:
-        return self._config.evaluate_every or self._per_epoch
 
     def _is_due(self, interval: int) -> bool:
         return self._iteration % interval == 0 or self._iteration == self._total
@@ -164,7 +158,7 @@ class _Training:
         return decision if self._ranks is None else self._ranks.told(decision)
 
     def _next_stop(self) -> int:
-        intervals = (self._config.log_every, self._evaluation_interval, self._config.checkpoint_every)
+        intervals = (self._config.log_every, self._evaluate_every, self._config.checkpoint_every)
         return min(self._total, *((self._iteration // interval + 1) * interval for interval in intervals))
 
     def _advance(self, stop: int) -> None:
@@ -174,7 +168,7 @@ class _Training:
             self._learner.step(self._iteration, self._total)
             self._iteration += 1
             self._watcher.advanced(self._iteration)
-            if self._ranks is None and (self._interruption.came or self._is_late):
+            if self._ranks is None and (self.interruption.came or self._is_late):
                 break
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -186,12 +180,12 @@ class _Training:
         """Writes a line of metrics and returns it."""
         line: dict[str, Any] = {
             "iteration": self._iteration,
-            "epoch": self._iteration / self._per_epoch,
+            "epoch": self._iteration / self._learner.per_epoch,
             "seconds": self._seconds,
             "lr": self._config.lr * rate_factor(self._config, max(0, self._iteration - 1), self._total),
         }
         if self._iteration > 0:
-            line |= self._read_batches()
+            line |= self._learner.tally.read(self._iteration)
             if self._config.gradient_norms != "none":
                 line["gradient_norms"] = self._learner.norms.read()
             if self._config.consequentialist:
@@ -199,7 +193,7 @@ class _Training:
             if self._config.foresight:
                 line["foresight"] = self._learner.foresight()
         # A loss that is not finite needs no evaluation, which would only say so again.
-        if self._is_due(self._evaluation_interval) and math.isfinite(line.get("batch_loss", 0.0)):
+        if self._is_due(self._evaluate_every) and math.isfinite(line.get("batch_loss", 0.0)):
             line |= self._evaluate()
         if not all(math.isfinite(line.get(name, 0.0)) for name in ("batch_loss", "train_loss")):
             line["diverged"] = True
@@ -209,33 +203,18 @@ class _Training:
         self._watcher.read(line)
         return line
 
-    def _read_batches(self) -> dict[str, float]:
-        size, per_epoch = self._config.batch_size, self._per_epoch
-        batches = (self._iteration - 1) % per_epoch + 1  # of this epoch so far: all of them at its end
-        last, running, complete = self._learner.tally.read()
-        readings = {
-            "batch_loss": last.loss,
-            "batch_accuracy": last.correct / size,
-            "running_loss": running.loss / batches,
-            "running_accuracy": running.correct / (batches * size),
-        }
-        if self._iteration >= per_epoch:
-            readings["epoch_loss"] = complete.loss / per_epoch
-            readings["epoch_accuracy"] = complete.correct / (per_epoch * size)
-        return readings
-
     def _evaluate(self) -> dict[str, float]:
-        readings: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         self._learner.share_buffers()
         if self._config.evaluate_training:
             training = evaluate(self._learner.model, self._learner.samples, usual_loss)
-            readings |= {"train_loss": training.loss, "train_accuracy": training.accuracy}
+            metrics |= {"train_loss": training.loss, "train_accuracy": training.accuracy}
             if self._remembered is not None:
-                readings["forgotten"] = training.forgotten_since(self._remembered)
+                metrics["forgotten"] = training.forgotten_since(self._remembered)
             self._remembered = training.correct
         test = evaluate(self._learner.model, self._learner.test_samples, usual_loss)
         name = "validation" if self._config.validation else "test"
-        return readings | {f"{name}_loss": test.loss, f"{name}_accuracy": test.accuracy}
+        return metrics | {f"{name}_loss": test.loss, f"{name}_accuracy": test.accuracy}
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 

@@ -1,7 +1,6 @@
 """What is read while a model trains. Counting stays on the device; the host waits only where it reads."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,25 +11,29 @@ from torch.utils.hooks import RemovableHandle
 from consequent_lab.samples import is_correct
 
 
-@dataclass(frozen=True)
-class BatchTotals:
-    """Loss and correct answers over mini-batches, each taken before the step that learns from it."""
-
-    loss: float
-    correct: float
-
-
 class Tally:
-    """Counts mini-batches on the device: the last one, those of this epoch, and those of the last complete epoch.
+    """Adds up loss and correct answers over mini-batches, on the device, each before the step that learns from it.
 
     Args:
         device: where to count.
+        batch_size: samples of a mini-batch.
+        per_epoch: mini-batches of an epoch.
         add_up: makes the loss and the correct answers of a rank's part those of the mini-batch, in place.
     """
 
-    def __init__(self, device: torch.device, add_up: Callable[[Tensor], None] | None = None) -> None:
+    def __init__(
+        self, device: torch.device, batch_size: int, per_epoch: int, add_up: Callable[[Tensor], None] | None = None
+    ) -> None:
+        self._batch_size = batch_size
+        self._per_epoch = per_epoch
         self._add_up = add_up
-        self.values = torch.zeros(3, 2, dtype=torch.float64, device=device)  # (last, epoch, complete) × (loss, correct)
+        # (the last mini-batch, those of this epoch, those of the last complete one) × (loss, correct answers)
+        self.values = torch.zeros(3, 2, dtype=torch.float64, device=device)
+
+    def begin(self, iteration: int) -> None:
+        """The next mini-batch is that of an iteration."""
+        if iteration % self._per_epoch == 0:
+            self.values[1].zero_()
 
     def add(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
         """Counts a mini-batch; may be captured in a CUDA graph."""
@@ -40,18 +43,20 @@ class Tally:
             self._add_up(self.values[0])
         self.values[1].add_(self.values[0])
 
-    def begin_epoch(self) -> None:
-        """The next mini-batch is the first of an epoch."""
-        self.values[1].zero_()
+    def end(self, iteration: int) -> None:
+        """The last mini-batch was that of an iteration."""
+        if (iteration + 1) % self._per_epoch == 0:
+            self.values[2].copy_(self.values[1])
 
-    def end_epoch(self) -> None:
-        """The last mini-batch was the last of an epoch."""
-        self.values[2].copy_(self.values[1])
-
-    def read(self) -> tuple[BatchTotals, BatchTotals, BatchTotals]:
-        """Returns the last mini-batch, and sums over this epoch and over the last complete one."""
-        last, epoch, complete = self.values.tolist()
-        return BatchTotals(*last), BatchTotals(*epoch), BatchTotals(*complete)
+    def read(self, done: int) -> dict[str, float]:
+        """Returns the means, as metrics have them, after so many iterations."""
+        counts = {"batch": 1, "running": (done - 1) % self._per_epoch + 1}  # of this epoch so far: all at its end
+        if done >= self._per_epoch:
+            counts["epoch"] = self._per_epoch
+        means: dict[str, float] = {}
+        for (name, count), (loss, correct) in zip(counts.items(), self.values.tolist(), strict=False):
+            means |= {f"{name}_loss": loss / count, f"{name}_accuracy": correct / (count * self._batch_size)}
+        return means
 
 
 class GradientNorms:
@@ -87,10 +92,10 @@ class GradientNorms:
 
     def read(self) -> dict[str, dict[str, float]]:
         """Returns the norms of the last step: of the gradients that the optimiser got and, if kept, the plain ones."""
-        readings = {"applied": self._by_layer(self._norms())}
+        norms = {"applied": self._by_layer(self._norms())}
         if self._plain is not None:
-            readings["plain"] = self._by_layer(self._plain)
-        return readings
+            norms["plain"] = self._by_layer(self._plain)
+        return norms
 
     def _by_layer(self, norms: Tensor) -> dict[str, float]:
         squares: dict[str, float] = {}

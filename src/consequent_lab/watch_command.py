@@ -40,14 +40,14 @@ class Watch:
 
         folder = latest_run(self.place)
         screen = console()
-        picture, is_running = look(folder)
+        picture, is_running = shown(folder)
         if self.once or not screen.is_terminal:
             screen.print(picture)
             return
         with Live(picture, console=screen, auto_refresh=False) as live:
             while is_running:
                 time.sleep(self.every)
-                picture, is_running = look(folder)
+                picture, is_running = shown(folder)
                 live.update(picture, refresh=True)
 
 
@@ -70,7 +70,7 @@ def _written_at(path: Path) -> float:
     return (metrics if metrics.exists() else path / "config.json").stat().st_mtime
 
 
-def look(folder: "RunFolder") -> "tuple[RenderableType, bool]":
+def shown(folder: "RunFolder") -> "tuple[RenderableType, bool]":
     """Returns the run as it is now, and whether it may get on."""
     from consequent_lab.comparison import run_in_folder
     from consequent_lab.run_picture import picture_of

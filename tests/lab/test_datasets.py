@@ -52,12 +52,12 @@ def test_the_official_layouts_have_the_published_counts():
 def test_digits_are_embedded_and_the_default():
     digits, known = load(), load_digits()
     assert digits.name == "digits"
-    assert torch.equal(digits.train_labels, known.train_labels)
-    assert torch.equal(digits.test_labels, known.test_labels)
+    assert torch.equal(digits.train_labels, known.train.targets)
+    assert torch.equal(digits.test_labels, known.test.targets)
     assert digits.train_images.shape == (1440, 1, 8, 8)
     assert (int(digits.train_images.min()), int(digits.train_images.max())) == (0, 255)
     flat = digits.train_images.flatten(1).double()
-    correlation = torch.corrcoef(torch.stack([flat.flatten(), known.train_inputs.double().flatten()]))[0, 1]
+    correlation = torch.corrcoef(torch.stack([flat.flatten(), known.train.inputs.double().flatten()]))[0, 1]
     assert correlation > 0.9999, "the same pixels, in steps of 1/255"
 
 
@@ -197,7 +197,7 @@ def test_ranges_are_exact_at_their_ends(normalisation, lowest, highest):
     dataset = constant_corner()
     dataset.train_images[0, 0, 0, 1], dataset.train_images[0, 0, 0, 2] = 0, 255
     before = dataset.train_images.clone()
-    inputs = prepared(dataset, normalisation, "cpu", flat=False).train_inputs
+    inputs = prepared(dataset, normalisation, "cpu", flat=False).train.inputs
     assert inputs.dtype == torch.float32
     assert (inputs.min().item(), inputs.max().item()) == (lowest, highest)
     expected = lowest + before.double() / 255 * (highest - lowest)
@@ -210,7 +210,7 @@ def test_features_are_normalised_over_the_training_set():
     inputs = prepared(dataset, "features", "cpu", flat=True)
     train, test = dataset.train_images.flatten(1).double(), dataset.test_images.flatten(1).double()
     mean, deviation = train.mean(0), train.std(0, unbiased=False)
-    for values, bytes_ in ((inputs.train_inputs, train), (inputs.test_inputs, test)):
+    for values, bytes_ in ((inputs.train.inputs, train), (inputs.test.inputs, test)):
         expected = (bytes_[:, 1:] - mean[1:]) / deviation[1:]
         torch.testing.assert_close(values[:, 1:].double(), expected, rtol=1e-5, atol=1e-6)
         assert torch.all(values[:, 0] == 0), "constant in the training set"
@@ -219,11 +219,11 @@ def test_features_are_normalised_over_the_training_set():
 def test_prepared_shapes_and_labels():
     dataset = constant_corner()
     flat, square = (prepared(dataset, "unit", torch.device("cpu"), flat=flat) for flat in (True, False))
-    assert (flat.train_inputs.shape, flat.test_inputs.shape) == ((50, 48), (20, 48))
-    assert (square.train_inputs.shape, square.test_inputs.shape) == ((50, 3, 4, 4), (20, 3, 4, 4))
-    assert torch.equal(flat.train_inputs.view(50, 3, 4, 4), square.train_inputs)
-    assert torch.equal(flat.train_labels, dataset.train_labels)
-    assert torch.equal(flat.test_labels, dataset.test_labels)
+    assert (flat.train.inputs.shape, flat.test.inputs.shape) == ((50, 48), (20, 48))
+    assert (square.train.inputs.shape, square.test.inputs.shape) == ((50, 3, 4, 4), (20, 3, 4, 4))
+    assert torch.equal(flat.train.inputs.view(50, 3, 4, 4), square.train.inputs)
+    assert torch.equal(flat.train.targets, dataset.train_labels)
+    assert torch.equal(flat.test.targets, dataset.test_labels)
 
 
 def test_unknown_normalisations_are_refused():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from consequent_lab import records, runs
-from consequent_lab.runs import DamagedFileError, RunFolder, all_runs, environment, sealed
+from consequent_lab.runs import DamagedFileError, RunFolder, environment, sealed
 
 
 @dataclass(frozen=True)
@@ -286,20 +286,11 @@ def test_a_damaged_outcome_is_named(folder):
             folder.outcome()
 
 
-def test_all_runs_are_found_in_order(tmp_path):
-    for recipe, variant, seed in (("b", "x", 0), ("a", "x", 10), ("a", "x", 2), ("a", "c", 3)):
-        with RunFolder.of(tmp_path, recipe, variant, seed).opened(Config()):
-            pass
-    (tmp_path / "a" / "x" / "seed7").mkdir()  # nothing in it
-    found = [run.path.relative_to(tmp_path).as_posix() for run in all_runs(tmp_path)]
-    assert found == ["a/c/seed3", "a/x/seed2", "a/x/seed10", "b/x/seed0"]
-
-
 def test_reading_needs_no_torch(folder):
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from pathlib import Path; from consequent_lab.runs import all_runs\n"
-        f"[run] = all_runs(Path({str(folder.path.parents[2])!r}))\n"
+        "from pathlib import Path; from consequent_lab.runs import RunFolder\n"
+        f"run = RunFolder(Path({str(folder.path)!r}))\n"
         "print(len(run.metrics()), run.outcome())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

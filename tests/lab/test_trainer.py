@@ -98,18 +98,18 @@ def script(config, dataset):
     optimizer = build_optimizer(config, model, capturable=False)
     if config.consequentialist:
         consequent.attach(optimizer, model, damping=config.damping, relative_damping=config.relative_damping)
-    per_epoch = len(data.train_labels) // config.batch_size
+    per_epoch = len(data.train.targets) // config.batch_size
     before, complete = None, None
     for iteration in range(config.total_iterations(per_epoch) + 1):
         line = {"iteration": iteration}
         if iteration > 0:
             epoch, place = divmod(iteration - 1, per_epoch)
             if place == 0:
-                batches = order_of(len(data.train_labels), config.batch_size, config.seed, epoch).split(
+                batches = order_of(len(data.train.targets), config.batch_size, config.seed, epoch).split(
                     config.batch_size
                 )
                 seen = []
-            inputs, labels = data.train_inputs[batches[place]], data.train_labels[batches[place]]
+            inputs, labels = data.train.inputs[batches[place]], data.train.targets[batches[place]]
             optimizer.zero_grad()
             logits = model(inputs)
             loss = cross_entropy(logits, labels)
@@ -122,12 +122,12 @@ def script(config, dataset):
             complete = means if len(seen) == per_epoch else complete
             line |= {"batch": seen[-1], "running": means, "epoch": complete, "plain": plain, "applied": applied}
         with torch.no_grad():
-            logits = model(data.train_inputs)
-            correct = logits.argmax(1) == data.train_labels
+            logits = model(data.train.inputs)
+            correct = logits.argmax(1) == data.train.targets
             line |= {
-                "train_loss": cross_entropy(logits, data.train_labels).item(),
+                "train_loss": cross_entropy(logits, data.train.targets).item(),
                 "train_accuracy": correct.double().mean().item(),
-                "test_accuracy": (model(data.test_inputs).argmax(1) == data.test_labels).double().mean().item(),
+                "test_accuracy": (model(data.test.inputs).argmax(1) == data.test.targets).double().mean().item(),
             }
         if iteration % config.evaluate_every == 0:
             line["forgotten"] = None if before is None else int((before & ~correct).sum())
@@ -177,20 +177,21 @@ def test_a_run_computes_and_reads_what_a_script_does(tmp_path, monkeypatch, opti
     assert sum(forgotten[1:]) > 0, "a toy that shows nothing"
 
 
-def test_both_readings_of_accuracy_on_a_toy():
-    tally = Tally(CPU)
+def test_means_over_batches_and_epochs_on_a_toy():
+    tally = Tally(CPU, batch_size=4, per_epoch=2)
     answers = [[0, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]  # two epochs of two batches of four
-    readings = []
+    read = []
     for number, batch in enumerate(answers):
-        if number % 2 == 0:
-            tally.begin_epoch()
-        logits = torch.eye(2)[torch.tensor(batch)]
-        tally.add(torch.tensor(float(number)), logits, torch.ones(4, dtype=torch.long))
-        if number % 2 == 1:
-            tally.end_epoch()
-        last, epoch, complete = tally.read()
-        readings.append((last.correct, epoch.correct, complete.correct, last.loss, epoch.loss, complete.loss))
-    assert readings == [(2, 2, 0, 0, 0, 0), (2, 4, 4, 1, 1, 1), (3, 3, 4, 2, 2, 1), (0, 3, 3, 3, 5, 5)]
+        tally.begin(number)
+        tally.add(torch.tensor(float(number)), torch.eye(2)[torch.tensor(batch)], torch.ones(4, dtype=torch.long))
+        tally.end(number)
+        read.append(tally.read(number + 1))
+    assert [line["batch_loss"] for line in read] == [0, 1, 2, 3]
+    assert [line["running_loss"] for line in read] == [0, 0.5, 2, 2.5]
+    assert [line.get("epoch_loss") for line in read] == [None, 0.5, 0.5, 2.5]
+    assert [line["batch_accuracy"] for line in read] == [0.5, 0.5, 0.75, 0]
+    assert [line["running_accuracy"] for line in read] == [0.5, 0.5, 0.75, 0.375]
+    assert [line.get("epoch_accuracy") for line in read] == [None, 0.5, 0.5, 0.375]
 
 
 def test_forgotten_samples_on_a_toy():

@@ -78,7 +78,7 @@ def train(label: str, rate: float, seed: int) -> Training:
     from consequent_lab.digits import load_digits
 
     digits = load_digits()
-    inputs, labels = digits.train_inputs.double(), digits.train_labels
+    inputs, labels = digits.train.inputs.double(), digits.train.targets
     model, layers = _network(seed)
     optimizer = (
         CSGD(model, lr=rate, damping=DAMPING, bound=None, foresight=True)
@@ -120,7 +120,7 @@ def train(label: str, rate: float, seed: int) -> Training:
             if isinstance(optimizer, CSGD):
                 own.append([layer.cosine for layer in optimizer.correction.foresight().values()])
     with torch.no_grad():
-        right = model(digits.test_inputs.double()).argmax(dim=1) == digits.test_labels
+        right = model(digits.test.inputs.double()).argmax(dim=1) == digits.test.targets
     return Training(losses, own, real, damped, float(right.double().mean()))
 
 

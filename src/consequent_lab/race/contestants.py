@@ -60,7 +60,7 @@ class Contestant:
 
     def space(self, task: Task) -> tuple[Knob, ...]:
         """Returns the knobs of a search, with the starts that a task has for it."""
-        starts = dict(dict(task.starts).get(self.name, ()))
+        starts = task.starts.get(self.name, {})
         knobs = (*self.knobs, self.decay) if task.searches_decay else self.knobs
         return tuple(
             Knob(knob.name, knob.low, knob.high, min(max(starts.get(knob.name, knob.start), knob.low), knob.high))

@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from consequent_lab.pool import Pool
 from consequent_lab.race.contestants import Contestant, Settings, contestant_named
@@ -18,9 +18,6 @@ from consequent_lab.race.tasks import task_named
 from consequent_lab.race.training import curve_of
 from consequent_lab.samples import Data
 from consequent_lab.timing import describe_error
-
-if TYPE_CHECKING:  # Optuna is imported where something is searched: finals alone, as in the demo, do without.
-    from consequent_lab.race.search import Search
 
 Report = Callable[[Line], None]
 
@@ -88,78 +85,67 @@ def data_of(conditions: Conditions, seed: int, *, search: bool) -> Data:
 # ---- jobs, in any process ----------------------------------------------------------------------------------------
 
 
-def search(report: Report, conditions: Conditions, name: str, lines: list[Line]) -> Outcome:
-    """Runs the trials that a contestant still has, reports each as a line, and returns the best settings."""
-    from consequent_lab.race.search import Search
-
-    task, contestant = conditions.the_task(), contestant_named(name)
-    lines = list(lines)
+def attempted(report: Report, job: Callable[..., Settings | None], conditions: Conditions, *arguments: Any) -> Outcome:
+    """Does a job, unless the time is over."""
     try:
         conditions.check_time()
-        data = data_of(conditions, SEARCH_SEED, search=True)
-        steps = task.steps(len(data.train), search=True)
-        study = Search(task, contestant, lines)
-        while study.number < conditions.trials:
-            conditions.check_time()
-            line = _trial(conditions, contestant, study, data, steps)
-            report(line)
-            lines.append(line)
+        return Outcome(job(report, conditions, *arguments))
     except OutOfTimeError:
         return Outcome(is_out_of_time=True)
     except Exception as error:  # of a package, on data it was not made for: the others go on
         return Outcome(error=describe_error(error))
-    best = Results(task, Path(), lines).best(name)
-    return Outcome(None if best is None else best["settings"])
 
 
-def _trial(conditions: Conditions, contestant: Contestant, study: "Search", data: Data, steps: int) -> Line:
-    task, trial = conditions.the_task(), study.ask()
+def search(report: Report, conditions: Conditions, name: str, lines: list[Line]) -> Settings | None:
+    """Runs the trials that a contestant still has, reports each as a line, and returns the best settings."""
+    from consequent_lab.race.search import Search
 
-    def watch(curve: Curve) -> bool:
-        conditions.check_time()
-        return trial.is_over(curve, steps)
-
-    curve, is_graphed = curve_of(task, contestant, trial.settings, data, SEARCH_SEED, steps, conditions.graph, watch)
-    ended = trial.end(curve, steps)
-    kept = {"steps": steps, "graph": is_graphed, "device": conditions.device, "curve": packed(curve)}
-    return line_of(task, "trial", contestant.name, **ended, **kept)
-
-
-def final(report: Report, conditions: Conditions, name: str, settings: Settings, seed: int) -> Outcome:
-    """Runs a final and reports it as a line."""
     task, contestant = conditions.the_task(), contestant_named(name)
-    start = time.perf_counter()
+    data = data_of(conditions, SEARCH_SEED, search=True)
+    steps = task.steps(len(data.train), search=True)
+    study = Search(task, contestant, steps, lines)
+    results = Results(task, Path(), list(lines))
+    while study.number < conditions.trials:
+        conditions.check_time()
+        trial = study.ask()
+        curve, kept = _trained(conditions, contestant, trial.settings, data, SEARCH_SEED, steps, trial.is_over)
+        line = line_of(task, "trial", name, **trial.end(curve), **kept)
+        report(line)
+        results.lines.append(line)
+    best = results.best(name)
+    return None if best is None else best["settings"]
+
+
+def final(report: Report, conditions: Conditions, name: str, settings: Settings, seed: int) -> Settings:
+    """Runs a final, reports it as a line, and returns its settings."""
+    task, start = conditions.the_task(), time.perf_counter()
+    # Tasks that split at random have another set for every seed; the others keep one in memory.
+    data = data_of(conditions, seed if task.name.startswith("table") else 0, search=False)
+    steps = task.steps(len(data.train))
+    _, kept = _trained(conditions, contestant_named(name), settings, data, seed, steps, lambda curve: False)
+    seconds = time.perf_counter() - start
+    report(line_of(task, "final", name, settings=settings, seed=seed, seconds=seconds, **kept))
+    return settings
+
+
+def _trained(
+    conditions: Conditions,
+    contestant: Contestant,
+    settings: Settings,
+    data: Data,
+    seed: int,
+    steps: int,
+    is_over: Callable[[Curve], bool],
+) -> tuple[Curve, Line]:
+    """Returns a run's curve, and what its line has of it."""
 
     def watch(curve: Curve) -> bool:
         conditions.check_time()
-        return False
+        return is_over(curve)
 
-    try:
-        conditions.check_time()
-        # Tasks that split at random have another set for every seed; the others keep one in memory.
-        data = data_of(conditions, seed if task.name.startswith("table") else 0, search=False)
-        steps = task.steps(len(data.train))
-        curve, is_graphed = curve_of(task, contestant, settings, data, seed, steps, conditions.graph, watch)
-    except OutOfTimeError:
-        return Outcome(is_out_of_time=True)
-    except Exception as error:
-        return Outcome(error=describe_error(error))
-    seconds = time.perf_counter() - start
-    report(
-        line_of(
-            task,
-            "final",
-            name,
-            settings=settings,
-            seed=seed,
-            steps=steps,
-            seconds=seconds,
-            graph=is_graphed,
-            device=conditions.device,
-            curve=packed(curve),
-        )
-    )
-    return Outcome(settings)
+    task = conditions.the_task()
+    curve, is_graphed = curve_of(task, contestant, settings, data, seed, steps, conditions.graph, watch)
+    return curve, {"steps": steps, "graph": is_graphed, "device": conditions.device, "curve": packed(curve)}
 
 
 # ---- the race, in one process ------------------------------------------------------------------------------------
@@ -207,9 +193,9 @@ def race(
             while waiting and len(running) < workers:
                 name, seed, settings = waiting.popleft()
                 if settings is None or seed is None:
-                    future = pool.submit(search, conditions, name, results.trials(name))
+                    future = pool.submit(attempted, search, conditions, name, results.trials(name))
                 else:
-                    future = pool.submit(final, conditions, name, settings, seed)
+                    future = pool.submit(attempted, final, conditions, name, settings, seed)
                 running[future] = name, seed
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:

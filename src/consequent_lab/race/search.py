@@ -27,12 +27,14 @@ class Search:
     Args:
         task: what is learnt.
         contestant: whose settings are searched.
+        steps: of a run to its end.
         lines: finished trials.
     """
 
-    def __init__(self, task: Task, contestant: Contestant, lines: list[Line]) -> None:
+    def __init__(self, task: Task, contestant: Contestant, steps: int, lines: list[Line]) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._task = task
+        self._steps = steps
         self._knobs = contestant.space(task)
         self._study = optuna.create_study(
             pruner=optuna.pruners.SuccessiveHalvingPruner(
@@ -58,7 +60,7 @@ class Search:
         elif number <= SPREAD_TRIALS:
             self._study.enqueue_trial(spread(self._knobs, number))
         trial = self._study.ask(self._distributions)
-        return Trial(self._task, self._study, trial)
+        return Trial(self._task, self._steps, self._study, trial)
 
     @property
     def _distributions(self) -> dict[str, Any]:
@@ -70,8 +72,9 @@ class Search:
 class Trial:
     """One trial of a search while it runs."""
 
-    def __init__(self, task: Task, study: optuna.Study, trial: optuna.Trial) -> None:
+    def __init__(self, task: Task, steps: int, study: optuna.Study, trial: optuna.Trial) -> None:
         self._task = task
+        self._steps = steps
         self._study = study
         self._trial = trial
         self._is_pruned = False
@@ -82,23 +85,21 @@ class Trial:
         """What is tried."""
         return dict(self._trial.params)
 
-    def is_over(self, curve: Curve, steps: int) -> bool:
+    def is_over(self, curve: Curve) -> bool:
         """Says whether to end the run here: it is among the worse half, or its score is known."""
         evaluation = len(curve) - 1
         if evaluation == 0:
             return False
-        self._trial.report(self._score(curve, steps), evaluation)
-        if evaluation >= self._task.evaluations:
-            return True
-        if self._task.measure.is_settled(curve):
+        self._trial.report(self._score(curve), evaluation)
+        if evaluation >= self._task.evaluations or self._task.measure.is_settled(curve):
             return True
         self._is_pruned = self._trial.should_prune()
         return self._is_pruned
 
-    def end(self, curve: Curve, steps: int) -> dict[str, Any]:
+    def end(self, curve: Curve) -> dict[str, Any]:
         """Ends the trial and returns what is to be kept of it."""
         state = optuna.trial.TrialState.PRUNED if self._is_pruned else optuna.trial.TrialState.COMPLETE
-        score = self._score(curve, steps)
+        score = self._score(curve)
         self._study.tell(self._trial, None if self._is_pruned else score, state=state)
         frozen = self._study.trials[self._trial.number]
         return {
@@ -111,9 +112,9 @@ class Trial:
             "seconds": time.perf_counter() - self._start,
         }
 
-    def _score(self, curve: Curve, steps: int) -> float:
+    def _score(self, curve: Curve) -> float:
         """With the digits that lines have: a search from lines is to see the same numbers."""
-        return float(f"{self._task.measure.score(curve, steps):.{DIGITS}g}")
+        return float(f"{self._task.measure.score(curve, self._steps):.{DIGITS}g}")
 
 
 def spread(knobs: Sequence[Knob], number: int) -> Settings:

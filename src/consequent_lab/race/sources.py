@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from consequent_lab.digits import load_digits
 from consequent_lab.race.files import Arrays, files_of, read_arrays
 from consequent_lab.samples import Data, Samples
 
@@ -73,12 +72,6 @@ def images(name: str, place: Path | None, train: int | None, test: int | None, *
         samples(pixels, arrays["train_y"][:train]),
         samples(torch.from_numpy(arrays["test_x"][:test]), arrays["test_y"][:test]),
     )
-
-
-def digits() -> Data:
-    """Returns scikit-learn's handwritten digits, always split the same way."""
-    known = load_digits()
-    return Data(Samples(known.train_inputs, known.train_labels), Samples(known.test_inputs, known.test_labels))
 
 
 # ---- signals over coordinates ------------------------------------------------------------------------------------

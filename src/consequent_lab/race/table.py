@@ -54,7 +54,6 @@ class Row:
     contestant: str
     settings: str
     cells: tuple[str, ...]
-    rank: float
 
 
 def spread_of(measure: Measure, lines: Sequence[Line]) -> Spread:
@@ -84,6 +83,7 @@ def headings(results: Results) -> list[str]:
 
 def rows(results: Results) -> list[Row]:
     """Returns the lines of the table, the best by the search's measure first."""
+    ways = _ways(results)
     found = []
     for name in CONTESTANTS:
         finals = results.finals(name)
@@ -92,7 +92,6 @@ def rows(results: Results) -> list[Row]:
         times: dict[str, dict[str, float]] = next(
             (line["milliseconds"] for line in reversed(results.of_kind("time", name))), {}
         )
-        ways = _ways(results)
         cells = []
         for measure in (results.task.measure, *results.task.reported):
             spread = spread_of(measure, finals)
@@ -103,14 +102,10 @@ def rows(results: Results) -> list[Row]:
                 cells.append(spread.text(".3g", measure.metric))
         if ways:
             cells.append(" / ".join(f"{times[way]['median']:.3g}" if way in times else "–" for way in ways))
-        first = results.task.measure
-        median = spread_of(first, finals).median
-        rank = -median if getattr(first, "rising", False) and not isinstance(first, TimeTo) else median
-        # Of those that do not reach the target, the one with the better end comes first.
-        ends = statistics.median(first.score(unpacked(line["curve"]), line["steps"]) for line in finals)
-        settings = f"{settings_of(results, name)} ({len(finals)} seeds)"
-        found.append((rank, ends, Row(name, settings, tuple(cells), rank)))
-    return [row for _, _, row in sorted(found, key=lambda entry: entry[:2])]
+        scores = [results.task.measure.score(unpacked(line["curve"]), line["steps"]) for line in finals]
+        row = Row(name, f"{settings_of(results, name)} ({len(finals)} seeds)", tuple(cells))
+        found.append((statistics.median_high(scores), row))
+    return [row for _, row in sorted(found, key=lambda ranked: ranked[0])]
 
 
 def _seconds(spread: Spread, quartiles: dict[str, float] | None) -> str:

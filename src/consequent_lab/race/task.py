@@ -1,7 +1,7 @@
 """What a task of the race is: data on a device, a model with its first weights, a loss, and a measure."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,7 +60,7 @@ class Task:
     augment: Augmentation | None = None
     searches_decay: bool = False
     settings_from: str | None = None
-    starts: tuple[tuple[str, tuple[tuple[str, float], ...]], ...] = ()
+    starts: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def steps(self, samples: int, *, search: bool = False) -> int:
         """Returns how many a run has."""

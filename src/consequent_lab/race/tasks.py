@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from consequent_lab.augmentation import moved_and_mirrored
+from consequent_lab.digits import load_digits
 from consequent_lab.models import LanguageModel, mlp, residual_net
 from consequent_lab.race import sources
 from consequent_lab.race.measures import Best, Final, TimeTo
@@ -25,8 +26,6 @@ OF_SIGNALS = (
     *("Adam", "Muon", "C-Adam", "C-Nesterov", "C-SGD", "Nesterov", "SOAP", "FOOF", "K-FAC", "Shampoo"),
     *MUON_CORRECTED,
 )
-
-Starts = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
 
 
 # ---- 1: the paper's perceptron -----------------------------------------------------------------------------------
@@ -66,11 +65,11 @@ def perceptron(dataset: str, batch_size: int, settings_from: str | None) -> Task
 
 # ---- 2, 3: ResNet-20 ---------------------------------------------------------------------------------------------
 
-RESNET_STARTS: Starts = (
-    ("C-Nesterov", (("lr", 0.1), ("relative_damping", 0.3), ("decay", 1e-3))),
-    ("C-SGD", (("lr", 0.3), ("relative_damping", 0.3), ("decay", 1e-3))),
-    ("C-AdamW", (("lr", 1e-3), ("relative_damping", 0.3), ("decay", 1e-3))),
-)
+RESNET_STARTS = {
+    "C-Nesterov": {"lr": 0.1, "relative_damping": 0.3, "decay": 1e-3},
+    "C-SGD": {"lr": 0.3, "relative_damping": 0.3, "decay": 1e-3},
+    "C-AdamW": {"lr": 1e-3, "relative_damping": 0.3, "decay": 1e-3},
+}
 
 
 def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -121,12 +120,12 @@ def resnet(augmented: bool) -> Task:
 
 # ---- 4: coordinates ----------------------------------------------------------------------------------------------
 
-SIGNAL_STARTS: Starts = (
-    ("Adam", (("lr", 1e-3),)),
-    ("C-Adam", (("lr", 1e-3),)),
-    *((name, (("lr", 1e-2), ("other_lr", 1e-3))) for name in ("Muon", *MUON_CORRECTED)),
-    ("SOAP", (("lr", 3e-3),)),
-)
+SIGNAL_STARTS = {
+    "Adam": {"lr": 1e-3},
+    "C-Adam": {"lr": 1e-3},
+    **{name: {"lr": 1e-2, "other_lr": 1e-3} for name in ("Muon", *MUON_CORRECTED)},
+    "SOAP": {"lr": 3e-3},
+}
 HIDDEN = (256,) * 5
 
 
@@ -240,7 +239,7 @@ def handwritten_digits() -> Task:
     return Task(
         name=DEMO,
         title="scikit-learn's digits, eight hidden layers of 128, batches of 32",
-        load=lambda place, seed: sources.digits(),
+        load=lambda place, seed: load_digits(),
         model=lambda variant: mlp(64, (128,) * 8, 10),
         loss=cross_entropy,
         metric="accuracy",
@@ -250,7 +249,7 @@ def handwritten_digits() -> Task:
         batch_size=32,
         epochs=10,
         evaluations=30,
-        starts=tuple((name, (("lr", 1e-3),)) for name in ("Adam", "C-Adam")),
+        starts={name: {"lr": 1e-3} for name in ("Adam", "C-Adam")},
     )
 
 

@@ -37,11 +37,11 @@ def test_a_search_goes_on_as_if_it_had_not_been_stopped():
 
 def test_a_search_begins_where_one_would_and_gives_up_on_some():
     lines = []
-    outcome = search(lines.append, CONDITIONS, "C-SGD", [])
+    settings = search(lines.append, CONDITIONS, "C-SGD", [])
     assert lines[0]["settings"] == {"lr": 0.1, "relative_damping": 0.1}
     assert {line["state"] for line in lines} == {"complete", "pruned"}
     complete = [line for line in lines if line["state"] == "complete"]
-    assert outcome.settings == min(complete, key=lambda line: line["score"])["settings"]
+    assert settings == min(complete, key=lambda line: line["score"])["settings"]
     for knob in CONTESTANTS["C-SGD"].knobs:
         assert all(knob.low <= line["settings"][knob.name] <= knob.high for line in lines)
 
