@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
+from pathlib import Path
 from statistics import fmean, median
 
 from consequent_lab.paper.archive import Archive, KeptRun
-from consequent_lab.paper.findings import Axis, Figure, Number, Panel, Series, Table
+from consequent_lab.paper.findings import Axis, Figure, Finding, Lead, Number, Panel, Series, Statement, Table
 from consequent_lab.paper.measures import Curve, advantage
 from consequent_lab.paper.rates import Chosen, Searched, rate_at, variant_at
 from consequent_lab.paper.recipes import Contestant, Race
@@ -36,28 +37,28 @@ class KeptContestant:
         """Its name where panels do not say the rest."""
         return f"{self.contestant.setting} {self.label}".strip()
 
-    def curves(self, reading: str, by: str = "iteration") -> list[Curve]:
-        """Returns a reading of every run, by iterations or by seconds; runs without it are left out.
+    def curves(self, quantity: str, by: str = "iteration") -> list[Curve]:
+        """Returns a quantity of every run, by iterations or by seconds; runs without it are left out.
 
         By seconds there are none unless the contestant was timed: the runs' own depend on what ran beside them, which
         is good enough for a figure that says so, and not for a verdict.
         """
         if by == "seconds" and self.seconds_per_iteration is None:
             return []
-        curves = [run.curve(reading) if by == "iteration" else self._by_seconds(run, reading) for run in self.runs]
+        place = self.seconds if by == "seconds" else (lambda line: line["iteration"])
+        curves = [
+            [(place(line), line[quantity]) for line in run.lines if line.get(quantity) is not None] for run in self.runs
+        ]
         return [curve for curve in curves if len(curve) > 1]
 
-    def _by_seconds(self, run: KeptRun, reading: str) -> Curve:
-        return [(self.seconds(line), line[reading]) for line in run.lines if line.get(reading) is not None]
-
     def seconds(self, line: dict[str, float]) -> float:
-        """Returns the seconds of training up to a reading."""
+        """Returns the seconds of training up to a line of metrics."""
         if self.seconds_per_iteration is None:
             return line["seconds"]
         return line["iteration"] * self.seconds_per_iteration
 
     def series(self, columns: Sequence[str]) -> list[Series]:
-        """Returns a curve for every run, of the lines that have all of these readings, by iterations and by seconds."""
+        """Returns a curve for every run, of the lines that have all of these columns, by iterations and by seconds."""
         found = []
         for run in self.runs:
             lines = [line for line in run.lines if all(line.get(name) is not None for name in columns)]
@@ -91,9 +92,11 @@ def race_kept(make: Callable[[bool], Race], archive: Archive) -> Race:
     return small if small_alone else full
 
 
-def kept_contestants(race: Race, archive: Archive) -> dict[str, KeptContestant]:
-    """Returns the contestants of a race by their variants' names."""
-    return {contestant.variant: _kept(race, contestant, archive) for contestant in race.contestants}
+def kept_race(make: Callable[[bool], Race], runs: Sequence[Path]) -> tuple[Race, list[KeptContestant]]:
+    """Returns a race and its contestants, from folders of runs; the small one if nothing is kept of the full one."""
+    archive = Archive(*runs, unfinished=True)
+    race = race_kept(make, archive)
+    return race, [_kept(race, contestant, archive) for contestant in race.contestants]
 
 
 def _kept(race: Race, contestant: Contestant, archive: Archive) -> KeptContestant:
@@ -309,3 +312,29 @@ def runs_table(contestants: Iterable[KeptContestant]) -> Table:
         "samples forgotten, in all", "ms per iteration, alone",
     ]  # fmt: skip
     return Table("Every run", columns, rows)
+
+
+def race_finding(
+    name: str,
+    title: str,
+    summary: str,
+    kept: tuple[Race, Sequence[KeptContestant]],
+    figures: list[Figure],
+    statements: Callable[[], list[Statement]],
+    tables: Sequence[Table] = (),
+    lead: Callable[[], Lead | None] = lambda: None,
+) -> Finding:
+    """Returns the finding of a race; a small one shows the machinery, and has neither statements nor a lead."""
+    race, contestants = kept
+    is_small = race.name != name
+    return Finding(
+        name=name,
+        title=title,
+        summary=small_note(race) if is_small else summary,
+        commands=[f"consequent reproduce {name}{' --quick' if is_small else ''}"],
+        figures=figures,
+        statements=[] if is_small else statements(),
+        tables=[*tables, rates_table(contestants), runs_table(contestants)],
+        lead=None if is_small else lead(),
+        is_small=is_small,
+    )

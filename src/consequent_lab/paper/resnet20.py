@@ -5,18 +5,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from consequent_lab.paper.archive import Archive, KeptRun
+from consequent_lab.paper.archive import KeptRun
 from consequent_lab.paper.findings import Axis, Figure, Finding, Lead, Number, Panel, Series, Table
 from consequent_lab.paper.kept_contestants import (
     ITERATIONS_OR_SECONDS,
     KeptContestant,
-    kept_contestants,
-    race_kept,
-    rates_table,
-    runs_table,
+    kept_race,
+    race_finding,
     search_figure,
     seconds_note,
-    small_note,
     spread,
 )
 from consequent_lab.paper.resnet20_measures import ALL_CORRECT, last_common_epoch, layer_norms, reaches, stays_at_all
@@ -38,41 +35,29 @@ TEST_ACCURACY = Axis("test_accuracy", "test accuracy")
 
 def finding(*runs: Path) -> Finding:
     """Returns the finding from what is kept."""
-    archive = Archive(*runs, unfinished=True)
-    kept = race_kept(race, archive)
-    contestants = {one.label: one for one in kept_contestants(kept, archive).values()}
-    is_small = kept.name != NAME
-    return Finding(
-        name=NAME,
-        title="ResNet-20",
-        summary=small_note(kept)
-        if is_small
-        else "CIFAR-10, mini-batches of 128, momentum 0.95, λ = 0.03. Plain optimisers with and without BatchNorm "
-        "(inputs in [−1, 1]) against their C- versions without it (inputs in [−½, ½], the last layer's learning rate "
-        "× 0.1), as in the paper. No augmentation, no weight decay.",
-        commands=[f"consequent reproduce {NAME}{' --quick' if is_small else ''}"],
-        figures=[
+    kept, every = kept_race(race, runs)
+    contestants = {one.label: one for one in every}
+    searched = {
+        "without BatchNorm": [contestants[label] for label in WITHOUT_BN],
+        "with BatchNorm": [one for one in every if one.label.endswith("-BN")],
+    }
+    return race_finding(
+        NAME,
+        "ResNet-20",
+        "CIFAR-10, mini-batches of 128, momentum 0.95, λ = 0.03. Plain optimisers with and without BatchNorm (inputs "
+        "in [−1, 1]) against their C- versions without it (inputs in [−½, ½], the last layer's learning rate × 0.1), "
+        "as in the paper. No augmentation, no weight decay.",
+        (kept, every),
+        [
             _headline_figure(contestants),
             _epoch_figure(contestants),
             _batch_figure(contestants),
             _norms_figure(contestants),
-            search_figure(
-                f"{NAME}-search",
-                kept,
-                {
-                    "without BatchNorm": [contestants[label] for label in WITHOUT_BN],
-                    "with BatchNorm": [one for label, one in contestants.items() if label.endswith("-BN")],
-                },
-            ),
+            search_figure(f"{NAME}-search", kept, searched),
         ],
-        statements=[] if is_small else statements(kept, contestants),
-        tables=[
-            headlines_table(contestants.values()),
-            rates_table(contestants.values()),
-            runs_table(contestants.values()),
-        ],
-        lead=None if is_small else lead(contestants),
-        is_small=is_small,
+        lambda: statements(kept, contestants),
+        [headlines_table(every)],
+        lambda: lead(contestants),
     )
 
 
