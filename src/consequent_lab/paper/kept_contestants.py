@@ -1,5 +1,6 @@
 """A contestant with all that is kept of it: its search, its runs at the chosen rate, its seconds per iteration."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -57,11 +58,23 @@ class KeptContestant:
             return line["seconds"]
         return line["iteration"] * self.seconds_per_iteration
 
-    def series(self, columns: Sequence[str]) -> list[Series]:
-        """Returns a curve for every run, of the lines that have all of these columns, by iterations and by seconds."""
+    def series(self, columns: Sequence[str], until: float = math.inf, *, logged: bool = False) -> list[Series]:
+        """Returns a curve for every run, of the lines that have all of these columns, by iterations and by seconds.
+
+        Args:
+            columns: metrics.
+            until: the last iteration.
+            logged: leave out lines that are there for the end of an epoch alone.
+        """
         found = []
         for run in self.runs:
-            lines = [line for line in run.lines if all(line.get(name) is not None for name in columns)]
+            lines = [
+                line
+                for line in run.lines
+                if all(line.get(name) is not None for name in columns)
+                and line["iteration"] <= until
+                and not (logged and line["iteration"] % run.config.log_every)
+            ]
             values: dict[str, list[Number]] = {name: [float(line[name]) for line in lines] for name in columns}
             values["iteration"] = [float(line["iteration"]) for line in lines]
             values["seconds"] = [float(f"{self.seconds(line):.5g}") for line in lines]
@@ -154,7 +167,14 @@ def all_above(values: Sequence[float], limit: float = 0.0) -> bool | None:
     return all(value > limit for value in values) if values else None
 
 
-def spread(values: Sequence[float | None], form: str = ",.0f", of: str = "seeds", within: float | None = None) -> str:
+def spread(
+    values: Sequence[float | None],
+    form: str = ",.0f",
+    of: str = "seeds",
+    within: float | None = None,
+    *,
+    counted: bool = True,
+) -> str:
     """Returns mean and range as in a sentence.
 
     Args:
@@ -162,9 +182,10 @@ def spread(values: Sequence[float | None], form: str = ",.0f", of: str = "seeds"
         form: how a number is written.
         of: what the values are of.
         within: how far was looked for one.
+        counted: say how many there are.
 
-    >>> spread([1000, 3000]), spread([5.0]), spread([])
-    ('2,000 (1,000–3,000; 2 seeds)', '5', 'not measured')
+    >>> spread([1000, 3000]), spread([1000, 3000], counted=False), spread([5.0]), spread([])
+    ('2,000 (1,000–3,000; 2 seeds)', '2,000 (1,000–3,000)', '5', 'not measured')
     >>> spread([1.0, None]), spread([None, None], within=10_000)
     ('not in all seeds (1 of 2)', 'not within 10,000')
     """
@@ -176,7 +197,8 @@ def spread(values: Sequence[float | None], form: str = ",.0f", of: str = "seeds"
         return never if not known else f"not in all {of} ({len(known)} of {len(values)})"
     if len(known) == 1:
         return format(known[0], form)
-    return f"{fmean(known):{form}} ({min(known):{form}}–{max(known):{form}}; {len(known)} {of})"
+    count = f"; {len(known)} {of}" if counted else ""
+    return f"{fmean(known):{form}} ({min(known):{form}}–{max(known):{form}}{count})"
 
 
 def circumstances(race: Race, contestants: Iterable[KeptContestant], at: float | None = None) -> str:
