@@ -65,18 +65,16 @@ class Bench:
         from consequent_lab.bench_tables import cost_table, verdicts
         from consequent_lab.records import write_json
         from consequent_lab.rounding import tf32
-        from consequent_lab.speed import Played, play
+        from consequent_lab.speed import play
         from consequent_lab.targets import FULL, QUICK, matches
 
-        record = new_record("speed", device, quick=self.quick)
-        played: list[Played] = []
+        record = new_record("speed", device, quick=self.quick) | {"rows": [], "measurements": []}
         for match in chosen(self.only, {one.name: one for one in matches(device, QUICK if self.quick else FULL)}):
             start = time.perf_counter()
             with tf32(allowed=True):
-                played.append(play(match, device, self._plan(device)))
-            rows = [row for each in played for row in each.rows()]
-            record["rows"] = [row.record(judge=not self.quick) for row in rows]
-            record["measurements"] = [each.record() for each in played]
+                rows, measurement = play(match, device, self._plan(device), judge=not self.quick)
+            record["rows"] += rows
+            record["measurements"].append(measurement)
             write_json(self.output, record)  # after every match: an interrupted bench is not lost
             seconds = time.perf_counter() - start
             screen.print(f"{match.name}: {match.task.title}, {match.mode}: {seconds:.0f} s", markup=False)

@@ -11,7 +11,6 @@ import os
 import shlex
 import struct
 import zlib
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,8 +44,11 @@ class Dataset:
 
 
 @dataclass(frozen=True)
-class Layout(ABC):
-    """The files of a data set and what must be in them.
+class Layout:
+    """The files of a data set, packed by gzip or not, and what must be in them.
+
+    CIFAR's files hold rows of label bytes and pixels, red before green before blue, split evenly over the files. The
+    others are IDX files: one of images and one of labels for each split, each with a header.
 
     Args:
         name: as on the command line.
@@ -58,6 +60,7 @@ class Layout(ABC):
         places: sub-folders in which the files usually lie; the first one is where a download goes.
         train_files: names of the training set's files.
         test_files: names of the test set's files.
+        label_classes: the number of values of every label byte of a row, the last of which is the class; none of IDX.
     """
 
     name: str
@@ -69,73 +72,44 @@ class Layout(ABC):
     places: tuple[str, ...]
     train_files: tuple[str, ...]
     test_files: tuple[str, ...]
+    label_classes: tuple[int, ...] = ()
 
     @property
     def files(self) -> tuple[str, ...]:
         """Names of all files."""
         return self.train_files + self.test_files
 
-    @abstractmethod
     def find(self, place: Path, file: str) -> Path | None:
-        """Returns where a file is in a folder, or None if it is not there."""
+        """Returns where a file is in a folder, unpacked or packed, or None if it is not there."""
+        return next((path for path in (place / file, place / f"{file}.gz") if path.is_file()), None)
 
-    @abstractmethod
     def read(self, paths: list[Path], count: int) -> tuple[Tensor, Tensor]:
         """Returns the images and labels of a split.
 
         Raises:
             ValueError: naming the file that is not what it should be.
         """
-
-
-@dataclass(frozen=True)
-class CifarLayout(Layout):
-    """Rows of label bytes and 3072 pixels, red before green before blue; the rows are split evenly over the files.
-
-    Args:
-        label_classes: the number of values of every label byte; the last one is the class.
-    """
-
-    label_classes: tuple[int, ...]
-
-    def find(self, place: Path, file: str) -> Path | None:
-        """Returns where a file is in a folder, or None if it is not there."""
-        return place / file if (place / file).is_file() else None
-
-    def read(self, paths: list[Path], count: int) -> tuple[Tensor, Tensor]:
-        """Returns the images and labels of a split."""
-        tables = [self._table(path, count // len(paths)) for path in paths]
-        labels = len(self.label_classes)
-        images = np.concatenate([table[:, labels:] for table in tables]).reshape(count, *self.shape)
-        classes = np.concatenate([table[:, labels - 1] for table in tables])
-        return torch.from_numpy(images), torch.from_numpy(classes.astype(np.int64))
+        if self.label_classes:
+            tables = [self._table(path, count // len(paths)) for path in paths]
+            width = len(self.label_classes)
+            images = np.concatenate([table[:, width:] for table in tables])
+            labels = np.concatenate([table[:, width - 1] for table in tables])
+        else:
+            images = _idx(paths[0], (count, *self.shape[1:])).copy()
+            labels = _idx(paths[1], (count,))
+            _check_range(paths[1], labels, self.classes)
+        return torch.from_numpy(images.reshape(count, *self.shape)), torch.from_numpy(labels.astype(np.int64))
 
     def _table(self, path: Path, rows: int) -> np.ndarray:
         width = len(self.label_classes) + math.prod(self.shape)
-        content = _whole(path, rows * width, f"{rows} rows of {width} bytes")
+        content = _content(path, rows * width, f"{rows} rows of {width} bytes")
         table = np.frombuffer(content, dtype=np.uint8).reshape(rows, width)
         for column, classes in enumerate(self.label_classes):
             _check_range(path, table[:, column], classes)
         return table
 
 
-@dataclass(frozen=True)
-class IdxLayout(Layout):
-    """A file of images and one of labels for each split, each with a header; packed by gzip or not."""
-
-    def find(self, place: Path, file: str) -> Path | None:
-        """Returns where a file is in a folder, unpacked or packed, or None if it is not there."""
-        return next((path for path in (place / file, place / f"{file}.gz") if path.is_file()), None)
-
-    def read(self, paths: list[Path], count: int) -> tuple[Tensor, Tensor]:
-        """Returns the images and labels of a split."""
-        images = _idx(paths[0], (count, *self.shape[1:])).reshape(count, *self.shape)
-        labels = _idx(paths[1], (count,))
-        _check_range(paths[1], labels, self.classes)
-        return torch.from_numpy(images.copy()), torch.from_numpy(labels.astype(np.int64))
-
-
-CIFAR10 = CifarLayout(
+CIFAR10 = Layout(
     name="cifar10",
     title="CIFAR-10",
     classes=10,
@@ -147,7 +121,7 @@ CIFAR10 = CifarLayout(
     test_files=("test_batch.bin",),
     label_classes=(10,),
 )
-CIFAR100 = CifarLayout(
+CIFAR100 = Layout(
     name="cifar100",
     title="CIFAR-100",
     classes=100,
@@ -159,7 +133,7 @@ CIFAR100 = CifarLayout(
     test_files=("test.bin",),
     label_classes=(20, 100),
 )
-FASHION_MNIST = IdxLayout(
+FASHION_MNIST = Layout(
     name="fashion-mnist",
     title="Fashion-MNIST",
     classes=10,
@@ -234,8 +208,6 @@ def read(layout: Layout, folder: Path) -> Dataset:
 
 def _split(layout: Layout, place: Path, files: tuple[str, ...], count: int) -> tuple[Tensor, Tensor]:
     paths = [path for file in files if (path := layout.find(place, file)) is not None]
-    if len(paths) < len(files):
-        raise FileNotFoundError(f"{place} lost files of {layout.title} while it was read")
     images, labels = layout.read(paths, count)
     _check_balance(layout, paths, labels, count)
     return images, labels
@@ -269,26 +241,20 @@ def _digits() -> Dataset:
 # ---- files -------------------------------------------------------------------------------------------------------
 
 
-def _whole(path: Path, size: int, meaning: str) -> bytes:
-    """Returns the content of a file that must have this many bytes."""
-    with path.open("rb") as file:
-        found = os.fstat(file.fileno()).st_size
-        content = file.read(size) if found == size else b""
-    if len(content) != size:
-        raise ValueError(f"{path} has {found} bytes instead of {size} ({meaning}): cut off, or another file")
-    return content
-
-
-def _unzipped(path: Path, size: int, meaning: str) -> bytes:
-    """Returns what is packed in a file and must have this many bytes; gzip's own checksum is verified."""
+def _content(path: Path, size: int, meaning: str) -> bytes:
+    """Returns the content of a file, unpacked, that must have this many bytes; gzip's own checksum is verified."""
+    is_packed = path.suffix == ".gz"
     try:
-        with gzip.open(path, "rb") as file:
+        with gzip.open(path, "rb") if is_packed else path.open("rb") as file:
             content = file.read(size + 1)  # up to the end, where the checksum is, but no bomb
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if len(content) != size:
-        found = "more" if len(content) > size else f"{len(content)} bytes"
-        raise ValueError(f"{path} unpacks to {found} instead of {size} bytes ({meaning}): another file")
+        found: str | int = path.stat().st_size
+        if is_packed:
+            found = "more" if len(content) > size else len(content)
+        has = "unpacks to" if is_packed else "has"
+        raise ValueError(f"{path} {has} {found} bytes instead of {size} ({meaning}): cut off, or another file")
     return content
 
 
@@ -296,8 +262,7 @@ def _idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     """Returns the bytes of an IDX file: two zeros, 8 for bytes, the number of dimensions, the dimensions, the data."""
     header = struct.pack(f">{1 + len(shape)}I", 0x0800 + len(shape), *shape)
     sizes = " × ".join(map(str, shape))
-    size, meaning = len(header) + math.prod(shape), f"a header and {sizes}"
-    content = _unzipped(path, size, meaning) if path.suffix == ".gz" else _whole(path, size, meaning)
+    content = _content(path, len(header) + math.prod(shape), f"a header and {sizes}")
     if not content.startswith(header):
         raise ValueError(f"{path} starts with {content[: len(header)].hex()}, not with the IDX header of {sizes} bytes")
     return np.frombuffer(content, dtype=np.uint8, offset=len(header)).reshape(shape)

@@ -37,17 +37,6 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def resident_memory() -> int:
-    """Returns the bytes of memory that this process holds now."""
-    if sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # the most so far: the best that others tell
-    return peak * (1 if sys.platform == "darwin" else 1024)
-
-
 def write_json(path: Path, record: dict[str, Any]) -> None:
     """Writes the record; numbers that are not finite become null, as JSON knows neither NaN nor infinity."""
     text = json.dumps(plain_numbers(record, DIGITS), indent=1, ensure_ascii=False, allow_nan=False)
@@ -80,9 +69,9 @@ def plain_numbers(value: Any, digits: int) -> Any:
     {'loss': [0.123457, None], 'epochs': 1234567}
     """
     if isinstance(value, dict):
-        return {key: plain_numbers(entry, digits) for key, entry in value.items()}
+        return {key: plain_numbers(item, digits) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_numbers(entry, digits) for entry in value]
+        return [plain_numbers(item, digits) for item in value]
     if isinstance(value, float):
         return float(f"{value:.{digits}g}") if math.isfinite(value) else None
     return value

@@ -12,8 +12,7 @@ if TYPE_CHECKING:  # The command line reads this file for its options; torch is 
 
     from consequent_lab.paper.archive import Archive
     from consequent_lab.paper.findings import Finding
-    from consequent_lab.paper.recipes import Recipe
-    from consequent_lab.paper.schedule import Summary
+    from consequent_lab.paper.recipes import Job, Recipe
 
 Name = Literal[
     "loss-surface", "output-paths", "filters", "mlp", "resnet20", "learning-rates", "inside", "digits", "all"
@@ -74,7 +73,7 @@ class Reproduce:
         """Runs what is missing, shows the verdicts, and raises if a run failed."""
         begun = time.time()
         from consequent_lab.paper.archive import Archive
-        from consequent_lab.paper.experiments import find
+        from consequent_lab.paper.experiments import experiments, find
         from consequent_lab.paper.schedule import Setup, run_jobs
         from consequent_lab.pool import start_importing
         from consequent_lab.progress import ProgressBoard
@@ -82,34 +81,49 @@ class Reproduce:
         from consequent_lab.screen import console
         from consequent_lab.train_command import chosen_device
 
-        recipes = self._recipes()
+        known = experiments()
+        names = [name for name in known if name in self.names or "all" in self.names]
+        recipes = self._selected([recipe for name in names for recipe in known[name].recipes(self.quick)])
         screen = console()
         device = chosen_device(self.device)
         workers = self.workers or (cores() if device == "cpu" else WORKERS_OF_A_GPU)
         deadline = None if self.minutes is None else begun + 60 * self.minutes
-        setup = Setup(self.runs, device, self.data, workers, deadline)
         roots = [self.runs, *([self.known] if self.known else [])]
         archive = Archive(*roots)
-        missing = [job for recipe in recipes for job in recipe.jobs(archive, self.steps)]
+
+        def ready() -> "list[Job]":
+            return [job for recipe in recipes for job in recipe.jobs(archive, self.steps)]
+
         failures: dict[str, str] = {}
-        if missing:
+        if missing := ready():
             self._check_data({job.config.dataset for job in missing})
             self._say_how_long(screen, recipes, archive, device, workers)
             if workers > 1:
                 start_importing("consequent_lab.trainer")
             with ProgressBoard(screen) as board:
-                summary = run_jobs(
-                    lambda: [job for recipe in recipes for job in recipe.jobs(archive, self.steps)], setup, board
-                )
-            _report_runs(screen, summary, recipes, archive, self.steps)
-            failures = summary.failed
-        for finding in find(self._names(), *roots):
+                summary = run_jobs(ready, Setup(self.runs, device, self.data, workers, deadline), board)
+            failures, left = summary.failed, len(ready())
+            text = f"{len(summary.done)} runs done"
+            text += f", {len(failures)} failed" if failures else ""
+            text += f"; at least {left} are left: give the same command again to go on" if left else ""
+            screen.print(f"{text}.", markup=False)
+        for finding in find(names, *roots):
             _show(screen, finding, with_verdicts=not (self.quick or finding.is_small))
         if self.quick:
             screen.print(f"\n{MACHINERY}", markup=False, soft_wrap=True)
         if failures:
             listed = "\n".join(f"  {name}: {text}" for name, text in failures.items())
             raise ValueError(f"{len(failures)} run(s) failed:\n{listed}")
+
+    def _selected(self, recipes: "list[Recipe]") -> "list[Recipe]":
+        """Returns the recipes, cut down as asked."""
+        from consequent_lab.paper.recipes import matches
+
+        variants = sorted({variant for recipe in recipes for variant in recipe.variants})
+        for pattern in self.variants:
+            if not any(matches(variant, (pattern,)) for variant in variants):
+                raise ValueError(f"--variants {pattern} matches none of {', '.join(variants) or 'no variants at all'}")
+        return [recipe.select(self.variants, self.seeds) for recipe in recipes]
 
     def _say_how_long(
         self, screen: "Console", recipes: "list[Recipe]", archive: "Archive", device: str, workers: int
@@ -125,46 +139,14 @@ class Reproduce:
             text += "; a search may need some more"
         screen.print(f"{text}.", markup=False, soft_wrap=True)
 
-    def _names(self) -> list[str]:
-        from consequent_lab.paper.experiments import experiments
-
-        known = experiments()
-        return list(known) if "all" in self.names else [name for name in known if name in self.names]
-
-    def _recipes(self) -> "list[Recipe]":
-        """Returns the recipes of the experiments, cut down as asked."""
-        from consequent_lab.paper.experiments import experiments
-
-        known = experiments()
-        recipes = [recipe for name in self._names() for recipe in known[name].recipes(self.quick)]
-        variants = sorted({variant for recipe in recipes for variant in recipe.variants})
-        for pattern in self.variants:
-            from consequent_lab.paper.recipes import matches
-
-            if not any(matches(variant, (pattern,)) for variant in variants):
-                raise ValueError(f"--variants {pattern} matches none of {', '.join(variants) or 'no variants at all'}")
-        return [recipe.select(self.variants, self.seeds) for recipe in recipes]
-
     def _check_data(self, names: set[str]) -> None:
         """Raises before anything is run if a data set is not there."""
         from consequent_lab.datasets import EMBEDDED, data_folder, layout_of, locate, read
 
+        folder = data_folder(self.data)
         for name in sorted(names - {EMBEDDED}):
-            folder = data_folder(self.data)
             if locate(layout_of(name), folder)[1]:
                 read(layout_of(name), folder)  # raises, and says how to get it
-
-
-def _report_runs(
-    screen: "Console", summary: "Summary", recipes: "list[Recipe]", archive: "Archive", steps: tuple[str, ...]
-) -> None:
-    left = [job for recipe in recipes for job in recipe.jobs(archive, steps)]  # type: ignore[arg-type]
-    text = f"{len(summary.done)} runs done"
-    if summary.failed:
-        text += f", {len(summary.failed)} failed"
-    if left:
-        text += f"; at least {len(left)} are left: give the same command again to go on"
-    screen.print(f"{text}.", markup=False)
 
 
 def _show(screen: "Console", finding: "Finding", with_verdicts: bool) -> None:

@@ -1,7 +1,7 @@
-"""Plays the matches of the table of targets and sets them beside it."""
+"""Plays the matches of the table of targets and sets them beside it, as what JSON can hold."""
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -18,139 +18,102 @@ from consequent_lab.timing import (
 )
 from consequent_lab.workloads import TrainingStep
 
-
-@dataclass
-class Played:
-    """What a match came to."""
-
-    match: Match
-    device: str
-    timings: Timings
-    memory: dict[str, PeakMemory] = field(default_factory=dict)  # on CUDA devices, where the match compares it
-    counters: dict[str, dict[str, int]] = field(default_factory=dict)  # of the corrections: fall-backs, skipped steps
-
-    def rows(self) -> "list[Row]":
-        """Returns a line of the table for each of ours in every comparison."""
-        return [row for comparison in self.match.comparisons for row in self._rows(comparison)]
-
-    def _rows(self, comparison: Comparison) -> "list[Row]":
-        """The best one is held against the target; where none was measured, the first."""
-        rows = [self._row(comparison, name) for name in comparison.ours]
-        best = min(rows, key=lambda row: math.inf if row.ratio is None else row.ratio.median)
-        return [replace(row, is_best=row is best) for row in rows]
-
-    def _row(self, comparison: Comparison, ours: str) -> "Row":
-        names = ours, comparison.baseline
-        row = Row(self.match, comparison, ours)
-        errors = [f"{name}: {self.timings.errors[name]}" for name in names if name in self.timings.errors]
-        if errors:
-            return replace(row, error="; ".join(errors))
-        if comparison.quantity == "memory":
-            missing = [name for name in names if name not in self.memory]
-            if missing:
-                return replace(row, error=f"no peak memory of {', '.join(missing)}")
-            value, other = (self.memory[name].later for name in names)
-            return replace(row, value=value, baseline=other, ratio=Quartiles.of([value / other]))
-        value, other = (Quartiles.of(self.timings.milliseconds[name]).median for name in names)
-        return replace(row, value=value, baseline=other, ratio=self.timings.ratio(*names))
-
-    def record(self) -> dict[str, Any]:
-        """Returns the measurement for a JSON file."""
-        entrants = [
-            {
-                "name": entrant.name,
-                "milliseconds": _summary(self.timings.milliseconds.get(entrant.name)),
-                "memory_mib": asdict(self.memory[entrant.name]) if entrant.name in self.memory else None,
-                "counters": self.counters.get(entrant.name),
-                "error": self.timings.errors.get(entrant.name),
-            }
-            for entrant in self.match.entrants
-        ]
-        return {
-            "name": self.match.name,
-            "task": self.match.task.title,
-            "device": self.device,
-            "mode": self.match.mode,
-            "rounds": max(map(len, self.timings.milliseconds.values()), default=0),
-            "steps_per_sample": self.timings.steps_per_sample,
-            "entrants": entrants,
-        }
+Record = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Row:
-    """A comparison with its numbers (milliseconds or mebibytes), or why there are none."""
+def play(match: Match, device: str, plan: Plan, *, judge: bool) -> tuple[list[Record], Record]:
+    """Measures a match; an entrant that fails is left out, with its error.
 
-    match: Match
-    comparison: Comparison
-    ours: str
-    value: float | None = None
-    baseline: float | None = None
-    ratio: Quartiles | None = None
-    error: str | None = None
-    is_best: bool = True  # of ours in the comparison
+    Args:
+        match: who is timed on what.
+        device: "cpu" or "cuda".
+        plan: how thoroughly.
+        judge: whether to say which targets are met; `met` is None otherwise.
 
-    @property
-    def way(self) -> str:
-        """In which ours is corrected."""
-        return next((entrant.way for entrant in self.match.entrants if entrant.name == self.ours), "")
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the median ratio keeps to the target; None without one, without a measurement, or beside a better."""
-        if self.comparison.target is None or self.ratio is None or not self.is_best:
-            return None
-        return self.ratio.median <= self.comparison.target
-
-    def record(self, *, judge: bool) -> dict[str, Any]:
-        """Returns the line for a JSON file; `met` is null unless it is to be judged."""
-        return {
-            "name": self.match.name,
-            "task": self.match.task.title,
-            "mode": self.match.mode,
-            "quantity": self.comparison.quantity,
-            "unit": "MiB" if self.comparison.quantity == "memory" else "ms",
-            "way": self.way,
-            "ours": {"name": self.ours, "value": self.value},
-            "baseline": {"name": self.comparison.baseline, "value": self.baseline},
-            "ratio": None if self.ratio is None else asdict(self.ratio),
-            "best": self.is_best,
-            "target": self.comparison.target,
-            "met": self.met if judge else None,
-            "error": self.error,
-        }
-
-
-def play(match: Match, device: str, plan: Plan) -> Played:
-    """Measures a match; an entrant that fails is left out, with its error."""
-    played = Played(match, device, Timings())
+    Returns:
+        A line for each of ours in every comparison, and what was measured of every entrant.
+    """
     errors: dict[str, str] = {}
+    memory: dict[str, PeakMemory] = {}
     if device == "cuda" and any(comparison.quantity == "memory" for comparison in match.comparisons):
         for entrant in match.entrants:
             try:
-                played.memory[entrant.name] = peak_memory(partial(TrainingStep, match.task, entrant, device))
+                memory[entrant.name] = peak_memory(partial(TrainingStep, match.task, entrant, device))
             except Exception as error:
                 errors[entrant.name] = describe_error(error)
     release_memory()
     steps: dict[str, TrainingStep] = {}
     for entrant in match.entrants:
-        if entrant.name in errors:
-            continue
-        try:
-            steps[entrant.name] = TrainingStep(match.task, entrant, device, graph=match.graph)
-        except Exception as error:
-            errors[entrant.name] = describe_error(error)
-    played.timings = measure(steps, device, replace(plan, period=match.period))
-    for name in list(played.timings.milliseconds):
+        if entrant.name not in errors:
+            try:
+                steps[entrant.name] = TrainingStep(match.task, entrant, device, graph=match.graph)
+            except Exception as error:
+                errors[entrant.name] = describe_error(error)
+    timings = measure(steps, device, replace(plan, period=match.period))
+    for name in list(timings.milliseconds):
         if not steps[name]().isfinite():
             errors[name] = "the loss is not finite: what was timed is no training"
-            del played.timings.milliseconds[name]
-        played.counters[name] = steps[name].counters()
-    played.timings.errors |= errors
+            del timings.milliseconds[name]
+    timings.errors |= errors
+    counters = {name: step.counters() for name, step in steps.items()}
     steps.clear()
     release_memory()
-    return played
+    rows = [row for comparison in match.comparisons for row in compared(match, comparison, timings, memory, judge)]
+    return rows, {
+        "name": match.name,
+        "task": match.task.title,
+        "device": device,
+        "mode": match.mode,
+        "rounds": max(map(len, timings.milliseconds.values()), default=0),
+        "steps_per_sample": timings.steps_per_sample,
+        "entrants": [
+            {
+                "name": name,
+                "milliseconds": asdict(Quartiles.of(times)) if (times := timings.milliseconds.get(name)) else None,
+                "memory_mib": asdict(memory[name]) if name in memory else None,
+                "counters": counters.get(name),
+                "error": timings.errors.get(name),
+            }
+            for name in (entrant.name for entrant in match.entrants)
+        ],
+    }
 
 
-def _summary(values: list[float] | None) -> dict[str, float] | None:
-    return None if values is None else asdict(Quartiles.of(values))
+def compared(
+    match: Match, comparison: Comparison, timings: Timings, memory: dict[str, PeakMemory], judge: bool
+) -> list[Record]:
+    """Returns a line for each of ours; the best one, the first where none was measured, is held against the target."""
+    ratios = [_ratio(comparison, ours, timings, memory) for ours in comparison.ours]
+    medians = [math.inf if one["ratio"] is None else one["ratio"]["median"] for one in ratios]
+    best = medians.index(min(medians))
+    ways = {entrant.name: entrant.way for entrant in match.entrants}
+    rows = []
+    for place, (ours, ratio) in enumerate(zip(comparison.ours, ratios, strict=True)):
+        is_judged = judge and place == best and comparison.target is not None and ratio["ratio"] is not None
+        rows.append(
+            {"name": match.name, "task": match.task.title, "mode": match.mode, "quantity": comparison.quantity}
+            | {"unit": "MiB" if comparison.quantity == "memory" else "ms", "way": ways.get(ours, "")}
+            | ratio
+            | {"best": place == best, "target": comparison.target}
+            | {"met": medians[place] <= comparison.target if is_judged and comparison.target is not None else None}
+        )
+    return rows
+
+
+def _ratio(comparison: Comparison, ours: str, timings: Timings, memory: dict[str, PeakMemory]) -> Record:
+    """Returns the numbers of ours and of the other (milliseconds or mebibytes), or why there are none."""
+    names = ours, comparison.baseline
+    values: list[float | None] = [None, None]
+    ratio = None
+    errors = [f"{name}: {timings.errors[name]}" for name in names if name in timings.errors]
+    if not errors and comparison.quantity == "memory":
+        errors = [f"no peak memory of {name}" for name in names if name not in memory]
+    if not errors and comparison.quantity == "memory":
+        mine, other = (memory[name].later for name in names)
+        values, ratio = [mine, other], Quartiles.of([mine / other])
+    elif not errors:
+        values = [Quartiles.of(timings.milliseconds[name]).median for name in names]
+        ratio = timings.ratio(*names)
+    sides = (("ours", ours), ("baseline", comparison.baseline))
+    found: Record = {side: {"name": name, "value": value} for (side, name), value in zip(sides, values, strict=True)}
+    return found | {"ratio": None if ratio is None else asdict(ratio), "error": "; ".join(errors) or None}

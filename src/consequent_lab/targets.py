@@ -1,6 +1,6 @@
 """What a consequentialist step may cost: the one table of measurements and targets."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,12 +12,12 @@ from consequent_lab.workloads import Entrant, MakeOptimizer, Task, adamw, correc
 
 PERIOD = 10  # of refresh: the matrices of nine steps in ten are those of the tenth
 
-# Ways to be corrected: what `attach` is told, and what the entrant's name ends in.
-STEP: dict[str, Any] = {}
-BACKWARD: dict[str, Any] = {"at": "backward"}
-REFRESH: dict[str, Any] = {"averaging": 0.9, "refresh": PERIOD}
-SUFFIXES = {"step": "", "backward": ", at backward", "refresh": f", refresh {PERIOD}"}
-OPTIONS = {"step": STEP, "backward": BACKWARD, "refresh": REFRESH}
+# Ways to be corrected: what the entrant's name ends in, and what `attach` is told.
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "step": ("", {}),
+    "backward": (", at backward", {"at": "backward"}),
+    "refresh": (f", refresh {PERIOD}", {"averaging": 0.9, "refresh": PERIOD}),
+}
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,21 @@ class Perceptron:
     """A multi-layer perceptron on a batch, and what it may cost on a GPU, eager and in a CUDA graph."""
 
     name: str
-    task: Task
+    batch: int
+    inputs: int
     hidden: tuple[int, ...]
     eager: float
     graph: float
+
+    @property
+    def task(self) -> Task:
+        """The batch."""
+        title = f"MLP {self.inputs}-{len(self.hidden)}×{self.hidden[0]}-10, batch {self.batch}"
+        return Task(title, (self.batch, self.inputs))
+
+    def model(self) -> nn.Module:
+        """Returns the network."""
+        return mlp(self.inputs, self.hidden, 10)
 
 
 @dataclass(frozen=True)
@@ -70,20 +81,15 @@ class Sizes:
     language_model: Callable[[], nn.Module]
 
 
-def _perceptron(name: str, batch: int, inputs: int, hidden: tuple[int, ...], eager: float, graph: float) -> Perceptron:
-    title = f"MLP {inputs}-{len(hidden)}×{hidden[0]}-10, batch {batch}"
-    return Perceptron(name, Task(title, (batch, inputs)), hidden, eager, graph)
-
-
 FULL = Sizes(
     perceptrons=(
-        _perceptron("mlp", 32, 3072, (800,) * 8, 1.3, 1.10),
-        _perceptron("mlp-128", 128, 3072, (800,) * 8, 1.5, 1.25),
-        _perceptron("mlp-512", 512, 3072, (800,) * 8, 1.7, 1.6),
-        _perceptron("mlp-2048", 2048, 3072, (800,) * 8, 2.0, 2.0),
-        _perceptron("mlp-256-wide", 256, 256, (256,) * 5, 1.5, 1.3),
-        _perceptron("mlp-256-wide-16384", 16384, 256, (256,) * 5, 1.5, 1.5),
-        _perceptron("mlp-1024-wide", 1024, 1024, (1024,) * 5, 2.0, 2.0),
+        Perceptron("mlp", 32, 3072, (800,) * 8, 1.3, 1.10),
+        Perceptron("mlp-128", 128, 3072, (800,) * 8, 1.5, 1.25),
+        Perceptron("mlp-512", 512, 3072, (800,) * 8, 1.7, 1.6),
+        Perceptron("mlp-2048", 2048, 3072, (800,) * 8, 2.0, 2.0),
+        Perceptron("mlp-256-wide", 256, 256, (256,) * 5, 1.5, 1.3),
+        Perceptron("mlp-256-wide-16384", 16384, 256, (256,) * 5, 1.5, 1.5),
+        Perceptron("mlp-1024-wide", 1024, 1024, (1024,) * 5, 2.0, 2.0),
     ),
     residual=Task("ResNet-20, batch 128", (128, 3, 32, 32), channels_last=True),
     residual_model=resnet20,
@@ -93,8 +99,8 @@ FULL = Sizes(
 )
 QUICK = Sizes(
     perceptrons=(
-        _perceptron("mlp", 16, 64, (64, 64), 1.3, 1.10),
-        _perceptron("mlp-128", 128, 64, (64, 64), 1.5, 1.25),
+        Perceptron("mlp", 16, 64, (64, 64), 1.3, 1.10),
+        Perceptron("mlp-128", 128, 64, (64, 64), 1.5, 1.25),
     ),
     residual=Task("ResNet-8, batch 8, 16² pixels", (8, 3, 16, 16), channels_last=True),
     residual_model=lambda batch_norm: residual_net((4, 8, 16), 1, batch_norm),
@@ -109,109 +115,82 @@ def matches(device: str, sizes: Sizes = FULL) -> tuple[Match, ...]:
 
     Those with CUDA graphs come last: a capture that fails may leave the process in a state that slows the others.
     """
-    if device != "cuda":
-        return _on_cpu(sizes)
-    return (*_on_cuda(sizes, graph=False), *_on_cuda(sizes, graph=True))
-
-
-def _on_cpu(sizes: Sizes) -> tuple[Match, ...]:
-    first, model = sizes.perceptrons[0], partial(sizes.residual_model, False)
-    ours = _corrected("SGD", model, sgd, ("step", "backward"))
+    if device == "cuda":
+        return (*_on_cuda(sizes, graph=False), *_on_cuda(sizes, graph=True))
+    first = sizes.perceptrons[0]
     return (
-        Match(first.name, first.task, _perceptrons(first), (Comparison(_names("SGD"), "SGD", 1.2),)),
-        Match(
-            "resnet20",
-            sizes.residual,
-            (Entrant("SGD", model, sgd), *ours),
-            (Comparison(_names("SGD"), "SGD", 1.6),),
-        ),
+        _match(first.name, first.task, "SGD", first.model, sgd, 1.2),
+        _match("resnet20", sizes.residual, "SGD", partial(sizes.residual_model, False), sgd, 1.6),
     )
 
 
 def _on_cuda(sizes: Sizes, *, graph: bool) -> tuple[Match, ...]:
-    dense = []
-    for one in sizes.perceptrons:
-        comparison = Comparison(_names("SGD"), "SGD", one.graph if graph else one.eager)
-        dense.append(Match(one.name, one.task, _perceptrons(one), (comparison,)))
-    found = (_residual(sizes, graph=graph), *dense, _imagenet(sizes, graph=graph), _language(sizes, graph=graph))
+    """CUDA graphs refuse what refreshes now and then, and their memory is not counted."""
+    plain, normalised = "Nesterov", "Nesterov + BN"
+    model, tokens = partial(sizes.residual_model, False), sizes.language.shape[1]
+    residual = _match(
+        *("resnet20", sizes.residual, plain, model, nesterov, 1.12 if graph else None),
+        memory={} if graph else {plain: 1.2, normalised: None},
+        refresh=None if graph else 1.25,
+    )
+    against_norm = Comparison(residual.comparisons[0].ours, normalised, 1.0 if graph else 1.15)
+    residual = replace(
+        residual,
+        entrants=(Entrant(normalised, partial(sizes.residual_model, True), nesterov), *residual.entrants),
+        comparisons=(against_norm, *residual.comparisons),
+    )
+    found = (
+        residual,
+        *(_match(p.name, p.task, "SGD", p.model, sgd, p.graph if graph else p.eager) for p in sizes.perceptrons),
+        _match(
+            *("resnet50", sizes.imagenet, plain, resnet50, nesterov, 1.5),
+            memory={} if graph else {plain: None},
+            refresh=None if graph else 1.15,
+        ),
+        _match(
+            *("gpt2", sizes.language, "AdamW", sizes.language_model, adamw, 1.3 if graph else 1.4),
+            memory={} if graph else {"AdamW": None},
+            refresh=None if graph else 1.15,
+            # The head stays plain: it shares its weight with the embedding, whose gradient no matrix product explains.
+            options={"loss_reduction": lambda sequences: sequences * tokens, "exclude": "head"},
+        ),
+    )
     return tuple(replace(one, name=f"{one.name}-graph", graph=True) for one in found) if graph else found
 
 
-def _residual(sizes: Sizes, *, graph: bool) -> Match:
-    with_norm, without = "Nesterov + BN", "Nesterov"
-    both, model = _names(without), partial(sizes.residual_model, False)
-    times = Comparison(both, with_norm, 1.0 if graph else 1.15), Comparison(both, without, 1.12 if graph else None)
-    memory = Comparison(both[:1], without, 1.2, "memory"), Comparison(both[:1], with_norm, quantity="memory")
-    plain = Entrant(with_norm, partial(sizes.residual_model, True), nesterov), Entrant(without, model, nesterov)
-    return _with_refresh(
-        Match("resnet20", sizes.residual, plain, times if graph else times + memory),
-        *(without, model, nesterov, {}, None if graph else 1.25),
-    )
-
-
-def _imagenet(sizes: Sizes, *, graph: bool) -> Match:
-    both = _names("Nesterov")
-    memory = () if graph else (Comparison(both[:1], "Nesterov", quantity="memory"),)
-    plain = (Entrant("Nesterov", resnet50, nesterov),)
-    match = Match("resnet50", sizes.imagenet, plain, (Comparison(both, "Nesterov", 1.5), *memory))
-    return _with_refresh(match, "Nesterov", resnet50, nesterov, {}, None if graph else 1.15)
-
-
-def _language(sizes: Sizes, *, graph: bool) -> Match:
-    both, tokens = _names("AdamW"), sizes.language.shape[1]
-    memory = () if graph else (Comparison(both[:1], "AdamW", quantity="memory"),)
-    plain = (Entrant("AdamW", sizes.language_model, adamw),)
-    times = Comparison(both, "AdamW", 1.3 if graph else 1.4)
-    # The head stays plain: it shares its weight with the embedding, whose gradient no matrix product explains.
-    options = {"loss_reduction": lambda sequences: sequences * tokens, "exclude": "head"}
-    match = Match("gpt2", sizes.language, plain, (times, *memory))
-    return _with_refresh(match, "AdamW", sizes.language_model, adamw, options, None if graph else 1.15)
-
-
-def _with_refresh(
-    match: Match,
+def _match(
+    name: str,
+    task: Task,
     family: str,
     model: Callable[[], nn.Module],
     optimizer: MakeOptimizer,
-    options: dict[str, Any],
     target: float | None,
-) -> Match:
-    """The match with our entrants, also the one that refreshes now and then, unless that has no target.
-
-    CUDA graphs refuse that one.
-    """
-    both = _corrected(family, model, optimizer, ("step", "backward"), options)
-    if target is None:
-        return replace(match, entrants=(*match.entrants, *both))
-    (refreshed,) = _corrected(family, model, optimizer, ("refresh",), options)
-    comparison = Comparison((refreshed.name,), family, target)
-    return replace(
-        match,
-        entrants=(*match.entrants, *both, refreshed),
-        comparisons=(*match.comparisons, comparison),
-        period=PERIOD,
-    )
-
-
-def _perceptrons(one: Perceptron) -> tuple[Entrant, ...]:
-    model = partial(mlp, one.task.shape[1], one.hidden, 10)
-    return Entrant("SGD", model, sgd), *_corrected("SGD", model, sgd, ("step", "backward"))
-
-
-def _corrected(
-    family: str,
-    model: Callable[[], nn.Module],
-    optimizer: MakeOptimizer,
-    ways: Sequence[str],
+    *,
+    memory: dict[str, float | None] | None = None,
+    refresh: float | None = None,
     options: dict[str, Any] | None = None,
-) -> tuple[Entrant, ...]:
-    """The consequentialist versions of an optimiser, with the default damping."""
-    return tuple(
-        Entrant(f"C-{family}{SUFFIXES[way]}", model, optimizer, corrected(**OPTIONS[way], **(options or {})), way)
+) -> Match:
+    """An optimiser against its C- versions, with the default damping.
+
+    Args:
+        name: of the match.
+        task: what is learnt.
+        family: the optimiser's name.
+        model: makes the network.
+        optimizer: makes the optimiser.
+        target: of the better one of those that are corrected in every step.
+        memory: the targets of peak memory, by baseline.
+        refresh: the target of the one that refreshes now and then; without one there is none.
+        options: of the correction.
+    """
+    ways = WAYS if refresh is not None else ("step", "backward")
+    ours = [
+        Entrant(f"C-{family}{WAYS[way][0]}", model, optimizer, corrected(**WAYS[way][1], **(options or {})), way)
         for way in ways
-    )
-
-
-def _names(family: str) -> tuple[str, ...]:
-    """Of the entrants that are corrected in every step; the better one counts."""
-    return f"C-{family}{SUFFIXES['step']}", f"C-{family}{SUFFIXES['backward']}"
+    ]
+    names = tuple(entrant.name for entrant in ours)
+    comparisons = [Comparison(names[:2], family, target)]
+    comparisons += [Comparison(names[:1], baseline, most, "memory") for baseline, most in (memory or {}).items()]
+    comparisons += [Comparison(names[2:], family, refresh)] if refresh is not None else []
+    period = 1 if refresh is None else PERIOD
+    return Match(name, task, (Entrant(family, model, optimizer), *ours), tuple(comparisons), period=period)

@@ -8,12 +8,12 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import consequent
-from consequent_lab.records import resident_memory
 
 FAULT_RATE = 1 / 200
 LAST = 0.05  # of the steps, over which the final loss is averaged
@@ -153,4 +153,4 @@ class _Run:
 
 def _memory() -> float:
     gc.collect()
-    return resident_memory() / 2**20
+    return psutil.Process().memory_info().rss / 2**20

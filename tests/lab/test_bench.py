@@ -165,36 +165,47 @@ def test_a_loss_that_is_not_finite_is_no_measurement():
         (Entrant("SGD", lambda: Diverging(8, 10), sgd), Entrant("other", lambda: nn.Linear(8, 10), sgd)),
         (targets.Comparison(("SGD",), "other", 1.0),),
     )
-    (row,) = speed.play(match, "cpu", FAST).rows()
-    assert "loss is not finite" in row.error
-    assert row.met is None
+    (row,), _ = speed.play(match, "cpu", FAST, judge=True)
+    assert "loss is not finite" in row["error"]
+    assert row["met"] is None
 
 
-def rows_of(target, **times):
-    match = targets.Match("m", Task("t", (1, 1)), (), (targets.Comparison(tuple(times)[1:], "plain", target),))
-    return speed.Played(match, "cpu", timing.Timings(times)).rows()
+def rows_of(target, errors=None, **times):
+    comparison = targets.Comparison(
+        tuple(name for name in {**times, **(errors or {})} if name != "plain"), "plain", target
+    )
+    match = targets.Match("m", Task("t", (1, 1)), (), (comparison,))
+    return speed.compared(match, comparison, timing.Timings(times, errors or {}), {}, judge=True)
 
 
 def test_a_ratio_above_its_target_is_missed():
     (row,) = rows_of(1.5, plain=[1.0, 2.0, 2.0], ours=[2.0, 4.0, 6.0])
-    assert (row.value, row.baseline, row.ratio.median) == (4.0, 2.0, 2.0)
-    assert row.met is False
-    assert row.record(judge=True)["met"] is False
+    assert (row["ours"], row["baseline"]["value"]) == ({"name": "ours", "value": 4.0}, 2.0)
+    assert row["ratio"]["median"] == 2.0
+    assert row["met"] is False
 
 
 def test_the_better_one_of_ours_is_held_against_the_target():
     worse, better = rows_of(1.5, plain=[1.0] * 3, step=[2.0] * 3, backward=[1.4] * 3)
-    assert (worse.is_best, worse.met) == (False, None)
-    assert (better.is_best, better.met) == (True, True)
+    assert (worse["best"], worse["met"]) == (False, None)
+    assert (better["best"], better["met"]) == (True, True)
 
 
 def test_one_of_ours_that_failed_leaves_the_other():
-    match = targets.Match("m", Task("t", (1, 1)), (), (targets.Comparison(("a", "b"), "plain", 1.5),))
-    timings = timing.Timings({"plain": [1.0], "b": [1.2]}, errors={"a": "RuntimeError: no"})
-    failed, good = speed.Played(match, "cpu", timings).rows()
-    assert failed.error == "a: RuntimeError: no"
-    assert failed.met is None
-    assert good.met is True
+    good, failed = rows_of(1.5, plain=[1.0], b=[1.2], errors={"a": "RuntimeError: no"})
+    assert failed["error"] == "a: RuntimeError: no"
+    assert failed["met"] is None
+    assert good["met"] is True
+
+
+def test_memory_that_was_not_measured_is_missed_by_name():
+    comparison = targets.Comparison(("ours",), "plain", 1.2, "memory")
+    match = targets.Match("m", Task("t", (1, 1)), (), (comparison,))
+    one = timing.PeakMemory(9.0, 3.0)
+    (row,) = speed.compared(match, comparison, timing.Timings(), {"plain": one}, judge=True)
+    assert (row["error"], row["unit"], row["met"]) == ("no peak memory of ours", "MiB", None)
+    (row,) = speed.compared(match, comparison, timing.Timings(), {"plain": one, "ours": one}, judge=True)
+    assert (row["ratio"]["median"], row["met"]) == (1.0, True)
 
 
 def test_the_table_is_printed_from_its_numbers(capsys):

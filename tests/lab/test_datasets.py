@@ -168,8 +168,8 @@ def flip(content):
         (cut, "damaged"),
         (flip, "damaged.*CRC"),
         (lambda _: b"<html>", "damaged: Not a gzipped file"),
-        (lambda content: gzip.compress(gzip.decompress(content)[:-1]), "unpacks to 47055 bytes instead of 47056 bytes"),
-        (lambda content: gzip.compress(gzip.decompress(content) + bytes(9)), "unpacks to more instead of 47056 bytes"),
+        (lambda content: gzip.compress(gzip.decompress(content)[:-1]), "unpacks to 47055 bytes instead of 47056 "),
+        (lambda content: gzip.compress(gzip.decompress(content) + bytes(9)), "unpacks to more bytes instead of 47056 "),
     ],
 )
 def test_damaged_gzip_files_are_named(damage, message, tmp_path):

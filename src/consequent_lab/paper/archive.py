@@ -4,9 +4,8 @@
     <root>/<recipe>.jsonl                all runs of a recipe, compact, one after the other
 
 A run's first line in a compact file says what was asked for, on what it ran, by which command, how it ended, and how
-many lines follow; each of these is a reading. Readings are thinned: what can be derived is left out, an epoch's mean
-stands once, gradients' norms on a few lines; numbers have six digits. A run folder is thinned in the same way when it
-is read.
+many lines of metrics follow. These are thinned: what can be derived is left out, an epoch's mean stands once,
+gradients' norms on a few lines; numbers have six digits. A run folder is thinned in the same way when it is read.
 """
 
 import json
@@ -54,18 +53,18 @@ class KeptRun:
         """Whether its loss stopped being finite."""
         return bool(self.outcome["outcome"] == "diverged")
 
-    def curve(self, reading: str) -> Curve:
-        """Returns a reading by iterations."""
-        return [(line["iteration"], line[reading]) for line in self.lines if line.get(reading) is not None]
+    def curve(self, metric: str) -> Curve:
+        """Returns a metric by iterations."""
+        return [(line["iteration"], line[metric]) for line in self.lines if line.get(metric) is not None]
 
-    def last(self, reading: str) -> float | None:
-        """Returns the last value of a reading, or None if there is none."""
-        curve = self.curve(reading)
+    def last(self, metric: str) -> float | None:
+        """Returns the last value of a metric, or None if there is none."""
+        curve = self.curve(metric)
         return curve[-1][1] if curve else None
 
-    def at(self, reading: str, iteration: float) -> float | None:
-        """Returns the value of a reading at an iteration, or None if there is none."""
-        return dict(self.curve(reading)).get(iteration)
+    def at(self, metric: str, iteration: float) -> float | None:
+        """Returns the value of a metric at an iteration, or None if there is none."""
+        return dict(self.curve(metric)).get(iteration)
 
 
 class Archive:
@@ -101,14 +100,13 @@ class Archive:
 
     def variants(self, recipe: str) -> list[str]:
         """Returns the variants of a recipe that something is kept of."""
-        folders = [root / recipe for root in self._roots if (root / recipe).is_dir()]
-        found = {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
+        found = {path.name for root in self._roots for path in (root / recipe).glob("*/")}
         return sorted(found | {variant for compact in self._compact_of(recipe) for variant, _ in compact})
 
     def recipes(self) -> list[str]:
         """Returns the recipes that something is kept of."""
-        paths = [path for root in self._roots if root.is_dir() for path in root.iterdir()]
-        return sorted({path.stem if path.suffix == SUFFIX else path.name for path in paths if _is_kept(path)})
+        folders = {path.name for root in self._roots for path in root.glob("*/")}
+        return sorted(folders | {path.stem for root in self._roots for path in root.glob(f"*{SUFFIX}")})
 
     def _in(self, root: Path, recipe: str, variant: str, seed: int) -> KeptRun | None:
         folder = RunFolder.of(root, recipe, variant, seed)
@@ -134,10 +132,6 @@ class Archive:
         return self._compact[path]
 
 
-def _is_kept(path: Path) -> bool:
-    return path.is_dir() or path.suffix == SUFFIX
-
-
 # ---- compact files -----------------------------------------------------------------------------------------------
 
 
@@ -157,8 +151,8 @@ def write_compact(runs: Sequence[KeptRun], root: Path) -> Path:
 
 
 def _text(run: KeptRun) -> bytes:
-    readings = "".join(_line(entry) for entry in run.lines).encode()
-    return _line(sealed({**asdict(run), "lines": len(run.lines)}, readings)).encode() + readings
+    metrics = b"".join(map(_line, run.lines))
+    return _line(sealed({**asdict(run), "lines": len(run.lines)}, metrics)) + metrics
 
 
 def read_compact(path: Path) -> list[KeptRun]:
@@ -178,9 +172,9 @@ def _pieces(path: Path) -> Iterator[tuple[KeptRun, bytes]]:
         where = f"{path}, line {place + 1},"
         head = parsed(lines[place] if lines else b"", where)
         count = head.get("lines")
-        readings = lines[place + 1 : place + 1 + count] if isinstance(count, int) else []
-        head = unsealed(head, where, b"".join(readings))
-        numbered = enumerate(readings, start=place + 2)
+        metrics = lines[place + 1 : place + 1 + count] if isinstance(count, int) else []
+        head = unsealed(head, where, b"".join(metrics))
+        numbered = enumerate(metrics, start=place + 2)
         found = [parsed(line, f"{path}, line {number},") for number, line in numbered]
         try:
             config = config_from(head.pop("config"), TrainConfig, where)
@@ -189,19 +183,19 @@ def _pieces(path: Path) -> Iterator[tuple[KeptRun, bytes]]:
             raise DamagedFileError(f"{where} is damaged: it does not describe a run ({error})") from error
         if run.recipe != path.stem:
             raise DamagedFileError(f"{where} holds {run.name}: it is not where it belongs")
-        yield run, b"".join(lines[place : place + 1 + len(readings)])
-        place += 1 + len(readings)
+        yield run, b"".join(lines[place : place + 1 + len(metrics)])
+        place += 1 + len(metrics)
 
 
-def _line(entry: dict[str, Any]) -> str:
-    return json.dumps(entry, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+def _line(values: dict[str, Any]) -> bytes:
+    return json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
 # ---- thinning ----------------------------------------------------------------------------------------------------
 
 
 def thinned(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields the readings as they are kept."""
+    """Yields lines of metrics as they are kept."""
     with_norms = [number for number, line in enumerate(lines) if "gradient_norms" in line]
     stride = max(1, math.ceil(len(with_norms) / LINES_WITH_NORMS))
     kept_norms = {*with_norms[::stride], *with_norms[-1:]}

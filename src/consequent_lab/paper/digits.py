@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from statistics import fmean
 
-from consequent_lab.paper.archive import Archive, KeptRun
+from consequent_lab.paper.archive import KeptRun
 from consequent_lab.paper.digits_recipe import (
     BEST_MOMENTUM,
     DAMPING,
@@ -22,12 +22,9 @@ from consequent_lab.paper.kept_contestants import (
     KeptContestant,
     all_above,
     circumstances,
-    kept_contestants,
+    kept_race,
     lowered,
-    race_kept,
-    rates_table,
-    runs_table,
-    small_note,
+    race_finding,
     spread,
 )
 from consequent_lab.paper.recipes import Race
@@ -40,23 +37,17 @@ DERIVATIVES = ("RMSprop", "Adam", "Nesterov")
 
 def finding(*runs: Path) -> Finding:
     """Returns the finding from what is kept."""
-    archive = Archive(*runs, unfinished=True)
-    kept_race = race_kept(race, archive)
-    kept = {one.label: one for one in kept_contestants(kept_race, archive).values()}
-    is_small = kept_race.name != NAME
-    return Finding(
-        name=NAME,
-        title="Optimisers, momentum and ridge, on the digits",
-        summary=small_note(kept_race)
-        if is_small
-        else "A small stand-in for what was not run at the paper's size: eight hidden layers of 64 on scikit-learn's "
-        f"1,440 digits, mini-batches of 32, 20 epochs, three seeds, λ = {DAMPING:g} unless it says otherwise, inputs "
-        "in [0, 1]. Its verdicts are counted apart.",
-        commands=[f"consequent reproduce {NAME}{' --quick' if is_small else ''}"],
-        figures=[_optimisers_figure(kept), _choices_figure(kept)],
-        statements=[] if is_small else statements(kept_race, kept),
-        tables=[rates_table(kept.values()), runs_table(kept.values())],
-        is_small=is_small,
+    found_race, contestants = kept_race(race, runs)
+    kept = {one.label: one for one in contestants}
+    return race_finding(
+        NAME,
+        "Optimisers, momentum and ridge, on the digits",
+        "A small stand-in for what was not run at the paper's size: eight hidden layers of 64 on scikit-learn's 1,440 "
+        f"digits, mini-batches of 32, 20 epochs, three seeds, λ = {DAMPING:g} unless it says otherwise, inputs in [0, "
+        "1]. Its verdicts are counted apart.",
+        (found_race, contestants),
+        [_optimisers_figure(kept), _choices_figure(kept)],
+        lambda: statements(found_race, kept),
     )
 
 

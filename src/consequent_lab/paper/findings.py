@@ -26,7 +26,7 @@ def _finite(value: Number) -> Number:
 
 @dataclass(frozen=True)
 class Series:
-    """One curve; series of one group are the same contestant (its seeds, say): one colour, one entry in a legend."""
+    """One curve; series of one group are the same contestant (its seeds, say): one colour, one line in a legend."""
 
     label: str
     columns: dict[str, list[Number]]  # equally long; an axis names the one that it shows

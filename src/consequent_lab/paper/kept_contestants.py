@@ -1,12 +1,14 @@
 """A contestant with all that is kept of it: its search, its runs at the chosen rate, its seconds per iteration."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
+from pathlib import Path
 from statistics import fmean, median
 
 from consequent_lab.paper.archive import Archive, KeptRun
-from consequent_lab.paper.findings import Axis, Figure, Number, Panel, Series, Table
+from consequent_lab.paper.findings import Axis, Figure, Finding, Lead, Number, Panel, Series, Statement, Table
 from consequent_lab.paper.measures import Curve, advantage
 from consequent_lab.paper.rates import Chosen, Searched, rate_at, variant_at
 from consequent_lab.paper.recipes import Contestant, Race
@@ -36,31 +38,43 @@ class KeptContestant:
         """Its name where panels do not say the rest."""
         return f"{self.contestant.setting} {self.label}".strip()
 
-    def curves(self, reading: str, by: str = "iteration") -> list[Curve]:
-        """Returns a reading of every run, by iterations or by seconds; runs without it are left out.
+    def curves(self, quantity: str, by: str = "iteration") -> list[Curve]:
+        """Returns a quantity of every run, by iterations or by seconds; runs without it are left out.
 
         By seconds there are none unless the contestant was timed: the runs' own depend on what ran beside them, which
         is good enough for a figure that says so, and not for a verdict.
         """
         if by == "seconds" and self.seconds_per_iteration is None:
             return []
-        curves = [run.curve(reading) if by == "iteration" else self._by_seconds(run, reading) for run in self.runs]
+        place = self.seconds if by == "seconds" else (lambda line: line["iteration"])
+        curves = [
+            [(place(line), line[quantity]) for line in run.lines if line.get(quantity) is not None] for run in self.runs
+        ]
         return [curve for curve in curves if len(curve) > 1]
 
-    def _by_seconds(self, run: KeptRun, reading: str) -> Curve:
-        return [(self.seconds(line), line[reading]) for line in run.lines if line.get(reading) is not None]
-
     def seconds(self, line: dict[str, float]) -> float:
-        """Returns the seconds of training up to a reading."""
+        """Returns the seconds of training up to a line of metrics."""
         if self.seconds_per_iteration is None:
             return line["seconds"]
         return line["iteration"] * self.seconds_per_iteration
 
-    def series(self, columns: Sequence[str]) -> list[Series]:
-        """Returns a curve for every run, of the lines that have all of these readings, by iterations and by seconds."""
+    def series(self, columns: Sequence[str], until: float = math.inf, *, logged: bool = False) -> list[Series]:
+        """Returns a curve for every run, of the lines that have all of these columns, by iterations and by seconds.
+
+        Args:
+            columns: metrics.
+            until: the last iteration.
+            logged: leave out lines that are there for the end of an epoch alone.
+        """
         found = []
         for run in self.runs:
-            lines = [line for line in run.lines if all(line.get(name) is not None for name in columns)]
+            lines = [
+                line
+                for line in run.lines
+                if all(line.get(name) is not None for name in columns)
+                and line["iteration"] <= until
+                and not (logged and line["iteration"] % run.config.log_every)
+            ]
             values: dict[str, list[Number]] = {name: [float(line[name]) for line in lines] for name in columns}
             values["iteration"] = [float(line["iteration"]) for line in lines]
             values["seconds"] = [float(f"{self.seconds(line):.5g}") for line in lines]
@@ -91,9 +105,11 @@ def race_kept(make: Callable[[bool], Race], archive: Archive) -> Race:
     return small if small_alone else full
 
 
-def kept_contestants(race: Race, archive: Archive) -> dict[str, KeptContestant]:
-    """Returns the contestants of a race by their variants' names."""
-    return {contestant.variant: _kept(race, contestant, archive) for contestant in race.contestants}
+def kept_race(make: Callable[[bool], Race], runs: Sequence[Path]) -> tuple[Race, list[KeptContestant]]:
+    """Returns a race and its contestants, from folders of runs; the small one if nothing is kept of the full one."""
+    archive = Archive(*runs, unfinished=True)
+    race = race_kept(make, archive)
+    return race, [_kept(race, contestant, archive) for contestant in race.contestants]
 
 
 def _kept(race: Race, contestant: Contestant, archive: Archive) -> KeptContestant:
@@ -151,7 +167,14 @@ def all_above(values: Sequence[float], limit: float = 0.0) -> bool | None:
     return all(value > limit for value in values) if values else None
 
 
-def spread(values: Sequence[float | None], form: str = ",.0f", of: str = "seeds", within: float | None = None) -> str:
+def spread(
+    values: Sequence[float | None],
+    form: str = ",.0f",
+    of: str = "seeds",
+    within: float | None = None,
+    *,
+    counted: bool = True,
+) -> str:
     """Returns mean and range as in a sentence.
 
     Args:
@@ -159,9 +182,10 @@ def spread(values: Sequence[float | None], form: str = ",.0f", of: str = "seeds"
         form: how a number is written.
         of: what the values are of.
         within: how far was looked for one.
+        counted: say how many there are.
 
-    >>> spread([1000, 3000]), spread([5.0]), spread([])
-    ('2,000 (1,000–3,000; 2 seeds)', '5', 'not measured')
+    >>> spread([1000, 3000]), spread([1000, 3000], counted=False), spread([5.0]), spread([])
+    ('2,000 (1,000–3,000; 2 seeds)', '2,000 (1,000–3,000)', '5', 'not measured')
     >>> spread([1.0, None]), spread([None, None], within=10_000)
     ('not in all seeds (1 of 2)', 'not within 10,000')
     """
@@ -173,7 +197,8 @@ def spread(values: Sequence[float | None], form: str = ",.0f", of: str = "seeds"
         return never if not known else f"not in all {of} ({len(known)} of {len(values)})"
     if len(known) == 1:
         return format(known[0], form)
-    return f"{fmean(known):{form}} ({min(known):{form}}–{max(known):{form}}; {len(known)} {of})"
+    count = f"; {len(known)} {of}" if counted else ""
+    return f"{fmean(known):{form}} ({min(known):{form}}–{max(known):{form}}{count})"
 
 
 def circumstances(race: Race, contestants: Iterable[KeptContestant], at: float | None = None) -> str:
@@ -309,3 +334,29 @@ def runs_table(contestants: Iterable[KeptContestant]) -> Table:
         "samples forgotten, in all", "ms per iteration, alone",
     ]  # fmt: skip
     return Table("Every run", columns, rows)
+
+
+def race_finding(
+    name: str,
+    title: str,
+    summary: str,
+    kept: tuple[Race, Sequence[KeptContestant]],
+    figures: list[Figure],
+    statements: Callable[[], list[Statement]],
+    tables: Sequence[Table] = (),
+    lead: Callable[[], Lead | None] = lambda: None,
+) -> Finding:
+    """Returns the finding of a race; a small one shows the machinery, and has neither statements nor a lead."""
+    race, contestants = kept
+    is_small = race.name != name
+    return Finding(
+        name=name,
+        title=title,
+        summary=small_note(race) if is_small else summary,
+        commands=[f"consequent reproduce {name}{' --quick' if is_small else ''}"],
+        figures=figures,
+        statements=[] if is_small else statements(),
+        tables=[*tables, rates_table(contestants), runs_table(contestants)],
+        lead=None if is_small else lead(),
+        is_small=is_small,
+    )

@@ -3,6 +3,7 @@
 Computed in float64 with the library's own C-SGD and torch's SGD; a moment's work on any machine.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from consequent import CSGD
-from consequent_lab.paper.findings import Axis, Contours, Figure, Finding, Panel, Series, Statement, Table
+from consequent_lab.paper.findings import Axis, Contours, Figure, Finding, Number, Panel, Series, Statement, Table
 from consequent_lab.paper.measures import detour, overshoot, steps_until, swings
 from consequent_lab.paper.statements import Outcome, judged
 
@@ -53,22 +54,29 @@ class Path2D:
 
     label: str
     rate: float
-    points: list[tuple[float, float]]
+    first: list[float]
+    second: list[float]  # the weight along which the loss bends more
 
     @property
-    def second(self) -> list[float]:
-        """The weight along which the loss bends more."""
-        return [point[1] for point in self.points]
+    def detour(self) -> float:
+        """How far it leaves the straight line."""
+        return detour(list(zip(self.first, self.second, strict=True)))
 
     @property
-    def first(self) -> list[float]:
-        """The other weight."""
-        return [point[0] for point in self.points]
+    def swings(self) -> int:
+        """How often the second weight passes its optimum."""
+        return swings(self.second, OPTIMUM[1])
+
+    @property
+    def passed(self) -> float:
+        """How far the first weight goes beyond its optimum."""
+        return overshoot(self.first, OPTIMUM[0])
 
     @property
     def steps(self) -> int | None:
         """Steps until the distance from the optimum stays within 1 % of the first one."""
-        return steps_until([((x - OPTIMUM[0]) ** 2 + (y - OPTIMUM[1]) ** 2) ** 0.5 for x, y in self.points])
+        points = zip(self.first, self.second, strict=True)
+        return steps_until([math.dist(point, OPTIMUM) for point in points])
 
 
 def walk(label: str, rate: float, momentum: float = MOMENTUM) -> Path2D:
@@ -81,13 +89,14 @@ def walk(label: str, rate: float, momentum: float = MOMENTUM) -> Path2D:
         optimizer = SGD(model.parameters(), lr=rate, momentum=momentum if label == "SGD with momentum" else 0.0)
     inputs = torch.tensor([INPUTS], dtype=torch.float64)
     targets = inputs * torch.tensor([OPTIMUM], dtype=torch.float64)
-    points = [START]
+    first, second = [START[0]], [START[1]]
     for _ in range(STEPS):
         optimizer.zero_grad()
         (0.5 * (model(inputs) - targets).square().sum()).backward()
         optimizer.step()
-        points.append((model.first.weight.item(), model.second.weight.item()))
-    return Path2D(label, rate, points)
+        first.append(model.first.weight.item())
+        second.append(model.second.weight.item())
+    return Path2D(label, rate, first, second)
 
 
 def finding(*runs: Path) -> Finding:
@@ -107,14 +116,14 @@ def finding(*runs: Path) -> Finding:
 
 def statements(paths: dict[tuple[str, float], Path2D]) -> list[Statement]:
     """Returns the paper's statements on these paths."""
-    detours = {key: detour(path.points) for key, path in paths.items()}
+    detours = {key: path.detour for key, path in paths.items()}
     sgd = {rate: walk("SGD", rate) for rate in (*HIGH_RATES, LOW_RATE)}
     momentum = {(rate, m): walk("SGD with momentum", rate, m) for rate in (*HIGH_RATES, LOW_RATE) for m in MOMENTA}
     settings = [(rate, m) for rate in HIGH_RATES for m in MOMENTA]
     both = (HIGH_RATE, LOW_RATE)
-    reduced = [0 < _swings(momentum[key]) < _swings(sgd[key[0]]) for key in settings]
-    passed = [_passed(momentum[key]) > BENT >= _passed(sgd[key[0]]) for key in settings]
-    calmed = [_swings(momentum[LOW_RATE, m]) < _swings(momentum[HIGH_RATE, m]) for m in MOMENTA]
+    reduced = [0 < momentum[key].swings < sgd[key[0]].swings for key in settings]
+    passed = [momentum[key].passed > BENT >= sgd[key[0]].passed for key in settings]
+    calmed = [momentum[LOW_RATE, m].swings < momentum[HIGH_RATE, m].swings for m in MOMENTA]
     slow, fast = (sgd[rate].steps or STEPS + 1 for rate in (LOW_RATE, HIGH_RATE))
     outcomes = {
         "straight": Outcome(
@@ -126,21 +135,21 @@ def statements(paths: dict[tuple[str, float], Path2D]) -> list[Statement]:
             [detours["SGD", rate] > BENT for rate in both],
         ),
         "momentum_calms": Outcome(
-            f"At {HIGH_RATE:g}: SGD {_swings(sgd[HIGH_RATE])}, with momentum "
-            f"{_swings(momentum[HIGH_RATE, MOMENTUM])} times. It holds in {sum(reduced)} of {len(settings)} settings.",
+            f"At {HIGH_RATE:g}: SGD {sgd[HIGH_RATE].swings}, with momentum "
+            f"{momentum[HIGH_RATE, MOMENTUM].swings} times. It holds in {sum(reduced)} of {len(settings)} settings.",
             reduced,
         ),
         "momentum_overshoots": Outcome(
-            f"At {HIGH_RATE:g}: {100 * _passed(momentum[HIGH_RATE, MOMENTUM]):.0f} % with momentum "
-            f"{MOMENTUM:g}, {100 * _passed(sgd[HIGH_RATE]):.0f} % with SGD. It holds in {sum(passed)} of "
+            f"At {HIGH_RATE:g}: {100 * momentum[HIGH_RATE, MOMENTUM].passed:.0f} % with momentum "
+            f"{MOMENTUM:g}, {100 * sgd[HIGH_RATE].passed:.0f} % with SGD. It holds in {sum(passed)} of "
             f"{len(settings)} settings, and together with the statement before in "
             f"{sum(a and b for a, b in zip(reduced, passed, strict=True))}.",
             passed,
         ),
         "low_rate_calms": Outcome(
-            f"SGD passes {_swings(sgd[LOW_RATE])} times; fewer with {sum(calmed)} of {len(MOMENTA)} momenta; "
+            f"SGD passes {sgd[LOW_RATE].swings} times; fewer with {sum(calmed)} of {len(MOMENTA)} momenta; "
             f"iterations of SGD: {fast} at {HIGH_RATE:g}, {slow} at {LOW_RATE:g}.",
-            [_swings(sgd[LOW_RATE]) == 0, *calmed, slow > fast],
+            [sgd[LOW_RATE].swings == 0, *calmed, slow > fast],
         ),
     }
     shown = {
@@ -151,43 +160,29 @@ def statements(paths: dict[tuple[str, float], Path2D]) -> list[Statement]:
     return judged(NAME, "toy", outcomes, globals() | shown)
 
 
-def _swings(path: Path2D) -> int:
-    return swings(path.second, OPTIMUM[1])
-
-
-def _passed(path: Path2D) -> float:
-    return overshoot(path.first, OPTIMUM[0])
-
-
 def _figure(paths: dict[tuple[str, float], Path2D]) -> Figure:
-    panels = [
-        Panel(
-            title=f"{title} learning rate, {rate:g}",
-            series=[
-                Series(
-                    label,
-                    {
-                        "first": [*paths[label, rate].first],
-                        "second": [*paths[label, rate].second],
-                        "iteration": [float(step) for step in range(STEPS + 1)],
-                    },
-                    style="line+markers",
-                )
-                for label in LABELS
-            ],
-            x=[Axis("first", "first weight")],
-            y=[Axis("second", "second weight")],
-            contours=_contours(),
-            equal_scales=True,
-        )
-        for title, rate in (("High", HIGH_RATE), ("Low", LOW_RATE))
-    ]
+    steps: list[Number] = [float(step) for step in range(STEPS + 1)]
+
+    def series(path: Path2D) -> Series:
+        columns: dict[str, list[Number]] = {"first": [*path.first], "second": [*path.second], "iteration": steps}
+        return Series(path.label, columns, style="line+markers")
+
     return Figure(
         name=NAME,
         title="The way of two weights to their optimum",
         caption=f"Contours: the loss. All start at {_shown(START)} and should reach {_shown(OPTIMUM)}; "
         f"{STEPS} iterations.",
-        panels=panels,
+        panels=[
+            Panel(
+                title=f"{title} learning rate, {rate:g}",
+                series=[series(paths[label, rate]) for label in LABELS],
+                x=[Axis("first", "first weight")],
+                y=[Axis("second", "second weight")],
+                contours=_contours(),
+                equal_scales=True,
+            )
+            for title, rate in (("High", HIGH_RATE), ("Low", LOW_RATE))
+        ],
     )
 
 
@@ -208,15 +203,5 @@ def _table(paths: dict[tuple[str, float], Path2D]) -> Table:
     return Table(
         "The paths measured",
         ["optimiser", "learning rate", "distance from the straight line", "swings", "overshoot", "iterations to 1 %"],
-        [
-            [
-                label,
-                rate,
-                detour(path.points),
-                float(swings(path.second, OPTIMUM[1])),
-                overshoot(path.first, OPTIMUM[0]),
-                None if path.steps is None else float(path.steps),
-            ]
-            for (label, rate), path in paths.items()
-        ],
+        [[path.label, path.rate, path.detour, path.swings, path.passed, path.steps] for path in paths.values()],
     )

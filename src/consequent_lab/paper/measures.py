@@ -1,11 +1,12 @@
 """How the paper's words are measured: straight, oscillating, steady, a sharp drop, at 100 % and staying there."""
 
 import math
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-Curve = Sequence[tuple[float, float]]  # where (iterations, seconds) and what was read there
+import numpy as np
+
+Curve = Sequence[tuple[float, float]]  # where (iterations, seconds) and the value there
 
 SHARP_DROP, EPOCHS_OF_A_DROP = 0.1, 5  # to such a part of the loss so many epochs before
 ABOUT = 0.25  # earlier or later, as a fraction
@@ -17,18 +18,12 @@ def detour(path: Sequence[Sequence[float]]) -> float:
     >>> detour([(0, 0), (1, 0), (2, 0)]), detour([(0, 0), (1, 1), (2, 0)])
     (0.0, 0.5)
     """
-    start, end = path[0], path[-1]
-    chord = [b - a for a, b in zip(start, end, strict=True)]
-    length = math.hypot(*chord)
+    points = np.array(path, dtype=float) - np.array(path[0], dtype=float)
+    chord, length = points[-1], np.linalg.norm(points[-1])
     if length == 0:
-        return 0.0 if all(tuple(point) == tuple(start) for point in path) else math.inf
-    farthest = 0.0
-    for point in path:
-        arm = [b - a for a, b in zip(start, point, strict=True)]
-        along = sum(a * c for a, c in zip(arm, chord, strict=True)) / length
-        along = min(max(along, 0.0), length)  # beyond an end, the distance is that to the end
-        farthest = max(farthest, math.dist(arm, [along * c / length for c in chord]))
-    return farthest / length
+        return math.inf if points.any() else 0.0
+    along = np.clip(points @ chord / length**2, 0, 1)  # beyond an end, the distance is that to the end
+    return float(np.linalg.norm(points - np.outer(along, chord), axis=1).max() / length)
 
 
 def swings(values: Sequence[float], optimum: float, tolerance: float = 0.01) -> int:
@@ -65,14 +60,12 @@ def steps_until(distances: Sequence[float], tolerance: float = 0.01) -> int | No
 
 
 def roughness(losses: Sequence[float]) -> float:
-    """Returns the mean rise of the loss, in decades per reading; falls count as 0. A loss that never rises has 0.
+    """Returns the mean rise of the loss from value to value, in decades; falls count as 0.
 
     >>> roughness([1.0, 0.1, 1.0, 0.1]), roughness([3.0, 2.0, 1.0])
     (0.3333333333333333, 0.0)
     """
-    logs = [_log(loss) for loss in losses]
-    rises = [max(0.0, after - before) for before, after in pairwise(logs)]
-    return sum(rises) / len(rises)
+    return float(np.diff(_logs(losses)).clip(min=0).mean())
 
 
 def first_above(curve: Curve, level: float) -> float | None:
@@ -81,18 +74,17 @@ def first_above(curve: Curve, level: float) -> float | None:
 
 
 def sharp_drop(curve: Curve) -> float | None:
-    """Returns where the loss is first a tenth, or less, of what it was five readings before, or None.
+    """Returns where the loss is first a tenth, or less, of what it was five epochs before, or None.
 
-    The first reading, of a network that has learnt nothing, is not among them; nor is it a drop to come back from a
-    rise: the loss has to be lower than ever before.
+    The first value, of a network that has learnt nothing, is not among them; nor is it a drop to come back from a rise:
+    the loss has to be lower than ever before.
 
     >>> sharp_drop([(0, 99.0), (1, 9.0), (2, 8.0), (3, 7.0), (4, 6.0), (5, 5.0), (6, 0.95), (7, 0.8), (8, 0.7)])
     7
     """
-    readings = curve[1:]
     lowest = math.inf
-    for number, (place, value) in enumerate(readings):
-        before = readings[number - EPOCHS_OF_A_DROP][1] if number >= EPOCHS_OF_A_DROP else 0.0
+    for number, (place, value) in enumerate(curve[1:]):
+        before = curve[1 + number - EPOCHS_OF_A_DROP][1] if number >= EPOCHS_OF_A_DROP else 0.0
         if value < lowest and value <= SHARP_DROP * before:
             return place
         lowest = min(lowest, value)
@@ -105,9 +97,14 @@ def stays_above(curve: Curve, level: float) -> float | None:
     >>> stays_above([(0, 0.5), (10, 1.0), (20, 0.9), (30, 1.0), (40, 1.0)], 1.0)
     30
     """
+    return _for_good((place, value >= level) for place, value in curve)
+
+
+def _for_good(states: Iterable[tuple[float, bool]]) -> float | None:
+    """Returns where the last stretch begins in which something is so; None if it is not so at the end."""
     found = None
-    for place, value in reversed(curve):
-        if value < level:
+    for place, is_so in reversed(list(states)):
+        if not is_so:
             break
         found = place
     return found
@@ -116,25 +113,18 @@ def stays_above(curve: Curve, level: float) -> float | None:
 def advantage(curve: Curve, other: Curve, until: float = math.inf) -> float | None:
     """Returns by how many decades a loss is below another one, on average over the stretch that both cover.
 
-    Both are compared at the places of the first; between its own readings the other is interpolated, on a logarithmic
+    Both are compared at the places of the first; between its own places the other is interpolated, on a logarithmic
     scale. Positive is better; None: they have no stretch in common, before a place where it ends.
 
     >>> advantage([(0, 1.0), (10, 0.01)], [(0, 1.0), (20, 0.01)])
     0.5
     """
-    places = [place for place, _ in other]
-    logs = [_log(loss) for _, loss in other]
-    end = min(places[-1], until)
-    gains = [_between(place, places, logs) - _log(value) for place, value in curve if places[0] <= place <= end]
-    return sum(gains) / len(gains) if gains else None
-
-
-def _between(place: float, places: list[float], values: list[float]) -> float:
-    after = bisect_right(places, place)
-    if after == len(places):
-        return values[-1]
-    share = (place - places[after - 1]) / (places[after] - places[after - 1])
-    return values[after - 1] + share * (values[after] - values[after - 1])
+    places, losses = zip(*other, strict=True)
+    shared = [(place, loss) for place, loss in curve if places[0] <= place <= min(places[-1], until)]
+    if not shared:
+        return None
+    here, mine = zip(*shared, strict=True)
+    return float((np.interp(here, places, _logs(losses)) - _logs(mine)).mean())
 
 
 def apart(curve: Curve, other: Curve) -> float | None:
@@ -143,16 +133,20 @@ def apart(curve: Curve, other: Curve) -> float | None:
     >>> apart([(0, 1.0), (1, 0.1), (2, 0.1)], [(0, 1.0), (1, 1.0), (2, 0.01)])
     0.6666666666666666
     """
-    values = dict(other)
-    gaps = [abs(_log(value) - _log(values[place])) for place, value in curve if place in values]
-    return sum(gaps) / len(gaps) if gaps else None
+    pairs = _both(curve, other)
+    return float(np.abs(np.diff(_logs(pairs))).mean()) if pairs else None
 
 
 def distance(curve: Curve, other: Curve, until: float = math.inf) -> float | None:
     """Returns the mean distance of two curves, over the places that both have, up to one."""
+    pairs = _both(up_to(curve, until), other)
+    return float(np.abs(np.diff(pairs)).mean()) if pairs else None
+
+
+def _both(curve: Curve, other: Curve) -> list[tuple[float, float]]:
+    """Returns the values of both curves at the places that both have."""
     values = dict(other)
-    gaps = [abs(value - values[place]) for place, value in curve if place in values and place <= until]
-    return sum(gaps) / len(gaps) if gaps else None
+    return [(value, values[place]) for place, value in curve if place in values]
 
 
 def up_to(curve: Curve, place: float) -> Curve:
@@ -176,24 +170,17 @@ def crossing(curve: Curve, other: Curve) -> float | None:
     3
     """
     values = dict(other)
-    found = None
-    for place, value in reversed(curve):
-        if place in values:
-            if value >= values[place]:
-                break
-            found = place
-    return found
+    return _for_good((place, value < values[place]) for place, value in curve if place in values)
 
 
-def smoothed(curve: Curve, width: int) -> list[tuple[float, float]]:
-    """Returns the geometric means over so many readings, each at the place of the last of them."""
-    if width < 2:
-        return list(curve)
-    return [
-        (curve[end - 1][0], 10 ** (sum(_log(value) for _, value in curve[end - width : end]) / width))
-        for end in range(width, len(curve) + 1)
-    ]
+def smoothed(curve: Curve, width: int) -> Curve:
+    """Returns the geometric means over so many values, each at the last one's place; none of a shorter curve."""
+    if len(curve) < width:
+        return []
+    places, losses = zip(*curve, strict=True)
+    means = 10 ** np.convolve(_logs(losses), np.full(width, 1 / width), "valid")
+    return list(zip(places[width - 1 :], means.tolist(), strict=True))
 
 
-def _log(loss: float) -> float:
-    return math.log10(max(loss, 1e-12))  # a loss of exactly 0 has no logarithm, and is no infinite progress
+def _logs(losses: Sequence[float] | Sequence[tuple[float, float]]) -> np.ndarray:
+    return np.log10(np.maximum(losses, 1e-12))  # a loss of exactly 0 has no logarithm, and is no infinite progress

@@ -5,24 +5,20 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
-from consequent_lab.paper.archive import Archive
 from consequent_lab.paper.findings import Axis, Figure, Finding, Panel, Statement
 from consequent_lab.paper.kept_contestants import (
     ITERATIONS_OR_SECONDS,
     KeptContestant,
     circumstances,
-    kept_contestants,
+    kept_race,
     lowered,
     mean_of,
-    race_kept,
-    rates_table,
-    runs_table,
+    race_finding,
     search_figure,
     seconds_note,
-    small_note,
 )
 from consequent_lab.paper.measures import EPOCHS_OF_A_DROP, apart, crossing, roughness, sharp_drop
-from consequent_lab.paper.mlp_recipe import NAME, NORMALISATIONS, race, title_of, variant_of
+from consequent_lab.paper.mlp_recipe import NAME, NORMALISATIONS, race, title_of
 from consequent_lab.paper.recipes import Race
 from consequent_lab.paper.statements import Outcome, judged, statement_rows
 
@@ -42,38 +38,29 @@ DROP = (
 
 def finding(*runs: Path) -> Finding:
     """Returns the finding from what is kept."""
-    archive = Archive(*runs, unfinished=True)
-    kept = race_kept(race, archive)
-    cells = cells_of(kept, archive)
-    contestants = [one for cell in cells.values() for one in cell.values()]
+    kept, contestants = kept_race(race, runs)
+    cells = cells_of(contestants)
     panels = {title_of(*cell): list(some.values()) for cell, some in cells.items()}
-    is_small = kept.name != NAME
-    return Finding(
-        name=NAME,
-        title="Fully connected networks",
-        summary=small_note(kept)
-        if is_small
-        else "Eight hidden layers with ReLU, Kaiming's initialisation, mini-batches of 32; SGD against C-SGD on "
-        "three sets, with inputs in [0, 1] (λ = 0.001) and with normalised features (NF, λ = 0.01). The loss is of "
-        "the full training set, after every epoch. One seed.",
-        commands=[f"consequent reproduce {NAME}{' --quick' if is_small else ''}"],
-        figures=[_figure(panels, contestants), search_figure(f"{NAME}-search", kept, panels)],
-        statements=[] if is_small else statements(kept, cells),
-        tables=[rates_table(contestants), runs_table(contestants)],
-        is_small=is_small,
+    in_order = [one for some in panels.values() for one in some]
+    return race_finding(
+        NAME,
+        "Fully connected networks",
+        "Eight hidden layers with ReLU, Kaiming's initialisation, mini-batches of 32; SGD against C-SGD on three sets, "
+        "with inputs in [0, 1] (λ = 0.001) and with normalised features (NF, λ = 0.01). The loss is of the full "
+        "training set, after every epoch. One seed.",
+        (kept, in_order),
+        [_figure(panels, in_order), search_figure(f"{NAME}-search", kept, panels)],
+        lambda: statements(kept, cells),
     )
 
 
-def cells_of(kept: Race, archive: Archive) -> Cells:
-    """Returns the contestants by data set and normalisation."""
-    contestants = kept_contestants(kept, archive)
-    datasets = dict.fromkeys(contestant.config.dataset for contestant in kept.contestants)
-    return {
-        (dataset, normalisation): {
-            label: contestants[variant_of(dataset, normalisation, label)] for label in ("SGD", "C-SGD")
-        }
-        for dataset, normalisation in product(datasets, NORMALISATIONS)
-    }
+def cells_of(contestants: Iterable[KeptContestant]) -> Cells:
+    """Returns the contestants by data set and normalisation, SGD before C-SGD."""
+    cells: Cells = {}
+    for one in sorted(contestants, key=lambda one: one.label, reverse=True):
+        config = one.contestant.config
+        cells.setdefault((config.dataset, config.normalisation), {})[one.label] = one
+    return cells
 
 
 # ---- measures ----------------------------------------------------------------------------------------------------

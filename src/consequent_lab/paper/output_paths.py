@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from consequent import CSGD
 from consequent.paper import first_extension
@@ -32,8 +32,6 @@ SGD_RATES = (0.03, 0.01)  # the paper's; they belong to a loss that sums over th
 DIVERGED = 1e6  # times the first distance
 FIRST_STEP_RATES = (0.5, 0.9, 1.0, 1.1, 1.5)  # of C-SGD, compared after one step
 INDIRECT = 0.05  # a detour, as a fraction of the straight line
-
-Update = Callable[[nn.Linear, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -85,39 +83,35 @@ def walk(label: str, rate: float, seed: int = SEED, steps: int = STEPS) -> Walk:
         targets = torch.randn(SAMPLES, OUTPUTS, dtype=torch.float64)
         layer = nn.Linear(FEATURES, OUTPUTS, bias=False, dtype=torch.float64)
         nn.init.xavier_uniform_(layer.weight)
-    update = _first_extension_update(rate) if label == "First extension" else _torch_update(label, layer, rate)
+    step = _step_of(label, layer, inputs, targets, rate)
     outputs = [layer(inputs).detach()]
     first = (outputs[0] - targets).norm()
     for _ in range(steps):
-        update(layer, inputs, targets)
+        step()
         outputs.append(layer(inputs).detach())
         if not (outputs[-1] - targets).norm() < DIVERGED * first:
             break
     return Walk(label, rate, torch.stack(outputs), targets)
 
 
-def _torch_update(label: str, layer: nn.Linear, rate: float) -> Update:
-    optimizer: Optimizer
-    if label == "C-SGD":
-        optimizer = CSGD(layer, lr=rate, damping=1e-12, bound=None, loss_reduction="sum")
-    else:
-        optimizer = SGD(layer.parameters(), lr=rate)
+def _step_of(label: str, layer: nn.Linear, inputs: Tensor, targets: Tensor, rate: float) -> Callable[[], None]:
+    """Returns what changes the layer's weights once."""
+    optimizer = (
+        CSGD(layer, lr=rate, damping=1e-12, bound=None, loss_reduction="sum")
+        if label == "C-SGD"
+        else SGD(layer.parameters(), lr=rate)
+    )
 
-    def update(layer: nn.Linear, inputs: Tensor, targets: Tensor) -> None:
+    def step() -> None:
         optimizer.zero_grad()
         (0.5 * (layer(inputs) - targets).square().sum()).backward()
         optimizer.step()
 
-    return update
-
-
-def _first_extension_update(rate: float) -> Update:
     @torch.no_grad()
-    def update(layer: nn.Linear, inputs: Tensor, targets: Tensor) -> None:
-        output_grads = layer(inputs) - targets
-        layer.weight += first_extension(inputs.T, output_grads.T, step_size=rate)
+    def extended_step() -> None:
+        layer.weight += first_extension(inputs.T, (layer(inputs) - targets).T, step_size=rate)
 
-    return update
+    return extended_step if label == "First extension" else step
 
 
 def finding(*runs: Path) -> Finding:
@@ -186,21 +180,17 @@ def _fate(one: Walk) -> str:
 
 
 def _figure(walks: dict[tuple[str, float], Walk]) -> Figure:
-    panels = [
-        _panel(f"C-SGD {C_RATES[0]:g}, SGD {rate:g}", [walks["C-SGD", C_RATES[0]], walks["SGD", rate]])
-        for rate in SGD_RATES
-    ]
-    panels.append(
-        _panel(
-            f"C-SGD {C_RATES[0]:g}, first extension {C_RATES[0]:g}",
-            [walks["C-SGD", C_RATES[0]], walks["First extension", C_RATES[0]]],
-        )
-    )
+    ours = walks["C-SGD", C_RATES[0]]
+    others = [walks["SGD", rate] for rate in SGD_RATES] + [walks["First extension", C_RATES[0]]]
+    names = {"First extension": "first extension"}
     return Figure(
         name=NAME,
         title="The outputs of two samples on their way to their targets",
         caption=f"2 of {SAMPLES} samples of {FEATURES} features. From the dots (start) to the crosses (targets).",
-        panels=panels,
+        panels=[
+            _panel(f"C-SGD {ours.rate:g}, {names.get(one.label, one.label)} {one.rate:g}", [ours, one])
+            for one in others
+        ],
     )
 
 
@@ -214,14 +204,10 @@ def _panel(title: str, walks: list[Walk]) -> Panel:
                 "second": [point[1] for point in points],
                 "iteration": [float(step) for step in range(len(points))],
             }
-            label = f"{one.label}, sample {sample + 1}"
-            series.append(Series(label, columns, group=one.label, style="line+markers"))
-    ends = walks[0]
-    for label, values in (("start", ends.outputs[0]), ("target", ends.targets)):
-        shown = values[list(SHOWN_SAMPLES)]
-        series.append(
-            Series(label, {"first": shown[:, 0].tolist(), "second": shown[:, 1].tolist()}, style="markers")
-        )  # fmt: skip
+            series.append(Series(f"{one.label}, sample {sample + 1}", columns, one.label, "line+markers"))
+    for label, values in (("start", walks[0].outputs[0]), ("target", walks[0].targets)):
+        first, second = values[list(SHOWN_SAMPLES)].T.tolist()
+        series.append(Series(label, {"first": first, "second": second}, style="markers"))
     axes = [Axis("first", "first output")], [Axis("second", "second output")]
     return Panel(title, series, *axes, equal_scales=True)
 

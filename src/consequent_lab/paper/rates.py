@@ -42,7 +42,7 @@ class Search:
     seed: int = 100  # none of those that are reported
 
     def config(self, config: TrainConfig, rung: int) -> TrainConfig:
-        """Returns a search run's config; readings that the search does not need are left out."""
+        """Returns a search run's config; what the search does not need is not measured."""
         return replace(
             config,
             lr=rate_at(rung),

@@ -1,22 +1,18 @@
 """What becomes of the paper's statements on ResNet-20 (its fourth experiment): the finding and its figures."""
 
-import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from consequent_lab.paper.archive import Archive, KeptRun
+from consequent_lab.paper.archive import KeptRun
 from consequent_lab.paper.findings import Axis, Figure, Finding, Lead, Number, Panel, Series, Table
 from consequent_lab.paper.kept_contestants import (
     ITERATIONS_OR_SECONDS,
     KeptContestant,
-    kept_contestants,
-    race_kept,
-    rates_table,
-    runs_table,
+    kept_race,
+    race_finding,
     search_figure,
     seconds_note,
-    small_note,
     spread,
 )
 from consequent_lab.paper.resnet20_measures import ALL_CORRECT, last_common_epoch, layer_norms, reaches, stays_at_all
@@ -31,95 +27,76 @@ LONG_RUNS = ("C-SGD", "SGD-BN")
 PANELS = {
     "without BatchNorm": (WITHOUT_BN, SHORT),
     "with BatchNorm, and C-": (WITH_BN, SHORT),
-    "to the end": (LONG_RUNS, None),
+    "to the end": (LONG_RUNS, math.inf),
 }
 TEST_ACCURACY = Axis("test_accuracy", "test accuracy")
+Cell = Callable[[KeptContestant], str | Number]  # of a table with a row for every contestant
 
 
 def finding(*runs: Path) -> Finding:
     """Returns the finding from what is kept."""
-    archive = Archive(*runs, unfinished=True)
-    kept = race_kept(race, archive)
-    contestants = {one.label: one for one in kept_contestants(kept, archive).values()}
-    is_small = kept.name != NAME
-    return Finding(
-        name=NAME,
-        title="ResNet-20",
-        summary=small_note(kept)
-        if is_small
-        else "CIFAR-10, mini-batches of 128, momentum 0.95, λ = 0.03. Plain optimisers with and without BatchNorm "
-        "(inputs in [−1, 1]) against their C- versions without it (inputs in [−½, ½], the last layer's learning rate "
-        "× 0.1), as in the paper. No augmentation, no weight decay.",
-        commands=[f"consequent reproduce {NAME}{' --quick' if is_small else ''}"],
-        figures=[
+    kept, every = kept_race(race, runs)
+    contestants = {one.label: one for one in every}
+    searched = {
+        "without BatchNorm": [contestants[label] for label in WITHOUT_BN],
+        "with BatchNorm": [one for one in every if one.label.endswith("-BN")],
+    }
+    return race_finding(
+        NAME,
+        "ResNet-20",
+        "CIFAR-10, mini-batches of 128, momentum 0.95, λ = 0.03. Plain optimisers with and without BatchNorm (inputs "
+        "in [−1, 1]) against their C- versions without it (inputs in [−½, ½], the last layer's learning rate × 0.1), "
+        "as in the paper. No augmentation, no weight decay.",
+        (kept, every),
+        [
             _headline_figure(contestants),
             _epoch_figure(contestants),
             _batch_figure(contestants),
             _norms_figure(contestants),
-            search_figure(
-                f"{NAME}-search",
-                kept,
-                {
-                    "without BatchNorm": [contestants[label] for label in WITHOUT_BN],
-                    "with BatchNorm": [one for label, one in contestants.items() if label.endswith("-BN")],
-                },
-            ),
+            search_figure(f"{NAME}-search", kept, searched),
         ],
-        statements=[] if is_small else statements(kept, contestants),
-        tables=[
-            headlines_table(contestants.values()),
-            rates_table(contestants.values()),
-            runs_table(contestants.values()),
-        ],
-        lead=None if is_small else lead(contestants),
-        is_small=is_small,
+        lambda: statements(kept, contestants),
+        [headlines_table(every)],
+        lambda: lead(contestants),
     )
 
 
-def _without_count(spread_: str) -> str:
-    """Returns mean and range without the number of seeds, which has a column of its own.
+def _by_heart(one: KeptContestant) -> str:
+    """Returns the iteration from which the training set is known by heart."""
+    return spread([reaches(run) for run in one.runs], within=_shortest(one), counted=False)
 
-    >>> _without_count("2,000 (1,000–3,000; 2 seeds)"), _without_count("not within 10,000")
-    ('2,000 (1,000–3,000)', 'not within 10,000')
-    """
-    return re.sub(r"; \d+ seeds\)", ")", spread_)
+
+def _shortest(one: KeptContestant) -> float:
+    return min(float(run.outcome["iteration"]) for run in one.runs)
+
+
+def _at(one: KeptContestant, metric: str, iteration: float, form: str, factor: float = 1.0) -> str:
+    found = [run.at(metric, iteration) for run in one.runs]
+    return spread([factor * value for value in found if value is not None], form, counted=False)
+
+
+def _table(title: str, contestants: Iterable[KeptContestant], columns: dict[str, Cell]) -> Table:
+    return Table(title, [*columns], [[cell(one) for cell in columns.values()] for one in contestants])
 
 
 def lead(contestants: dict[str, KeptContestant]) -> Lead | None:
     """Returns what a report begins with; None if runs are missing."""
-    shown = {label: contestants[label] for label in HEADLINES}
-    if not all(one.runs for one in shown.values()):
+    shown = [contestants[label] for label in HEADLINES]
+    if not all(one.runs for one in shown):
         return None
     end = last_common_epoch(list(contestants.values()))
-    learnt = {
-        label: spread([reaches(run) for run in one.runs], within=min(run.outcome["iteration"] for run in one.runs))
-        for label, one in shown.items()
+    columns: dict[str, Cell] = {
+        "ResNet-20, CIFAR-10": lambda one: one.label,
+        "seeds": lambda one: float(len(one.runs)),
+        "learning rates searched": lambda one: float(len(one.search.losses)),
+        "iteration from which the training set is known by heart": _by_heart,
+        f"training loss at {end:,}": lambda one: _at(one, "epoch_loss", end, ".2g"),
+        f"test accuracy at {end:,}, %": lambda one: _at(one, "test_accuracy", end, ".1f", 100),
     }
-    accuracy = {
-        label: spread([100 * (run.at("test_accuracy", end) or 0) for run in one.runs], ".1f")
-        for label, one in shown.items()
-    }
-    rows: list[list[str | Number]] = [
-        [
-            label,
-            float(len(one.runs)),
-            float(len(one.search.losses)),
-            _without_count(learnt[label]),
-            _without_count(spread([run.at("epoch_loss", end) for run in one.runs], ".2g")),
-            _without_count(accuracy[label]),
-        ]
-        for label, one in shown.items()
-    ]
-    columns = [
-        "ResNet-20, CIFAR-10",
-        "seeds",
-        "learning rates searched",
-        "iteration from which the training set is known by heart",
-        f"training loss at {end:,}",
-        f"test accuracy at {end:,}, %",
-    ]
-    soon, late, later = (text.split(" (")[0] for text in learnt.values())
-    ours, plain, with_norm = (text.split(" (")[0] for text in accuracy.values())
+    effects = _table("Sizes of effects: mean (range) over seeds", shown, columns)
+    (soon, late, later), (ours, plain, with_norm) = (
+        [str(row[place]).split(" (")[0] for row in effects.rows] for place in (3, 5)
+    )
     return Lead(
         f"{NAME}-headline",
         [
@@ -128,7 +105,7 @@ def lead(contestants: dict[str, KeptContestant]) -> Lead | None:
             f"On the test set, which the paper does not report, C-SGD is right in {ours} %, SGD in {plain} % and SGD "
             f"with BatchNorm in {with_norm} %.",
         ],
-        Table("Sizes of effects: mean (range) over seeds", columns, rows),
+        effects,
     )
 
 
@@ -136,45 +113,36 @@ def headlines_table(contestants: Iterable[KeptContestant]) -> Table:
     """Returns what the runs came to, compared after the last epoch that all of the headlines' runs have."""
     present = [one for one in contestants if one.runs]
     end = last_common_epoch(present)
-    columns = [
-        "contestant",
-        "seeds",
-        "learning rate",
-        "iterations",
-        f"iteration of {100 * ALL_CORRECT:g} % over an epoch",
-        "last mini-batches at 100 % from iteration",
-        f"loss over the epoch until {end:,}",
-        f"test accuracy at {end:,}",
-        f"samples forgotten until {end:,}",
-    ]
-    rows: list[list[str | Number]] = []
-    for one in present:
-        runs = one.runs
-        compared = [run for run in runs if run.at("test_accuracy", end) is not None]
-        ends = sorted({run.outcome["iteration"] for run in runs})
-        rows.append(
-            [
-                one.label,
-                float(len(runs)),
-                runs[0].config.lr,
-                " to ".join(f"{iteration:,}" for iteration in sorted({ends[0], ends[-1]})),
-                *map(
-                    _without_count,
-                    (
-                        spread([reaches(run) for run in runs], within=ends[0]),
-                        spread([stays_at_all(run) for run in runs], within=ends[0]),
-                        spread([run.at("epoch_loss", end) for run in compared], ".2g"),
-                        spread([run.at("test_accuracy", end) for run in compared], ".3f"),
-                        spread([float(sum(n for at, n in run.curve("forgotten") if at <= end)) for run in compared]),
-                    ),
-                ),
-            ]
-        )
-    return Table("Mean and range over the seeds", columns, rows)
+
+    def iterations(one: KeptContestant) -> str:
+        ends = [run.outcome["iteration"] for run in one.runs]
+        return " to ".join(f"{iteration:,}" for iteration in sorted({min(ends), max(ends)}))
+
+    def learnt(one: KeptContestant) -> str:
+        return spread([stays_at_all(run) for run in one.runs], within=_shortest(one), counted=False)
+
+    def forgotten(one: KeptContestant) -> str:
+        compared = [run for run in one.runs if run.at("test_accuracy", end) is not None]
+        totals = [sum(count for at, count in run.curve("forgotten") if at <= end) for run in compared]
+        return spread([float(total) for total in totals], counted=False)
+
+    columns: dict[str, Cell] = {
+        "contestant": lambda one: one.label,
+        "seeds": lambda one: float(len(one.runs)),
+        "learning rate": lambda one: one.runs[0].config.lr,
+        "iterations": iterations,
+        f"iteration of {100 * ALL_CORRECT:g} % over an epoch": _by_heart,
+        "last mini-batches at 100 % from iteration": learnt,
+        f"loss over the epoch until {end:,}": lambda one: _at(one, "epoch_loss", end, ".2g"),
+        f"test accuracy at {end:,}": lambda one: _at(one, "test_accuracy", end, ".3f"),
+        f"samples forgotten until {end:,}": forgotten,
+    }
+    return _table("Mean and range over the seeds", present, columns)
 
 
 def _headline_figure(contestants: dict[str, KeptContestant]) -> Figure:
-    series = _series(contestants, HEADLINES, ("epoch_loss", "test_accuracy"), SHORT)
+    shown = [contestants[label] for label in HEADLINES]
+    series = [series for one in shown for series in one.series(("epoch_loss", "test_accuracy"), SHORT)]
     axes = {
         "training loss": Axis("epoch_loss", "training loss over the epoch", log=True),
         "test accuracy": TEST_ACCURACY,
@@ -183,36 +151,12 @@ def _headline_figure(contestants: dict[str, KeptContestant]) -> Figure:
         name=f"{NAME}-headline",
         title="Learnt by heart, and what is left of it on the test set",
         caption="ResNet-20 on CIFAR-10 without BatchNorm (C-SGD, SGD) and with it (SGD-BN), three seeds each, the "
-        f"first {SHORT:,} iterations. " + seconds_note([contestants[label] for label in HEADLINES]),
+        f"first {SHORT:,} iterations. " + seconds_note(shown),
         panels=[Panel(title, series, ITERATIONS_OR_SECONDS, [axis]) for title, axis in axes.items()],
     )
 
 
-def _batch_figure(contestants: dict[str, KeptContestant]) -> Figure:
-    axes = {
-        "loss": Axis("batch_loss", "loss of a mini-batch", log=True),
-        "accuracy": Axis("batch_accuracy", "accuracy of a mini-batch"),
-    }
-    return Figure(
-        name=NAME,
-        title="Loss and accuracy of the last mini-batch of every 100 iterations",
-        caption="As the paper shows it: one mini-batch, before the step that learns from it. "
-        + seconds_note(contestants.values()),
-        panels=[
-            Panel(
-                f"{title}: {what}",
-                [_at_hundreds(one) for one in _series(contestants, labels, ("batch_loss", "batch_accuracy"), until)],
-                ITERATIONS_OR_SECONDS,
-                [axis],
-            )
-            for what, axis in axes.items()
-            for title, (labels, until) in PANELS.items()
-        ],
-    )
-
-
 def _epoch_figure(contestants: dict[str, KeptContestant]) -> Figure:
-    columns = ("epoch_loss", "epoch_accuracy", "test_accuracy", "train_loss", "train_accuracy")
     axes = {
         "loss": [
             Axis("epoch_loss", "loss over the epoch", log=True),
@@ -224,37 +168,39 @@ def _epoch_figure(contestants: dict[str, KeptContestant]) -> Figure:
             TEST_ACCURACY,
         ],
     }
-    return Figure(
-        name=f"{NAME}-epochs",
-        title="Loss and accuracy over whole epochs",
-        caption="Means over the mini-batches of an epoch, each before the step that learns from it, and evaluations of "
-        "the training and the test set at its end. " + seconds_note(contestants.values()),
-        panels=[
-            Panel(f"{title}: {what}", _series(contestants, labels, columns, until), ITERATIONS_OR_SECONDS, offered)
-            for what, offered in axes.items()
-            for title, (labels, until) in PANELS.items()
-        ],
+    caption = (
+        "Means over the mini-batches of an epoch, each before the step that learns from it, and evaluations of the "
+        "training and the test set at its end. " + seconds_note(contestants.values())
     )
+    panels = _panels(contestants, axes)
+    return Figure(f"{NAME}-epochs", "Loss and accuracy over whole epochs", caption, panels)
 
 
-def _series(
-    contestants: dict[str, KeptContestant], labels: Sequence[str], columns: Sequence[str], until: float | None
-) -> list[Series]:
-    found = [series for label in labels for series in contestants[label].series(columns)]
-    return [_kept_where(series, lambda iteration: until is None or iteration <= until) for series in found]
+def _batch_figure(contestants: dict[str, KeptContestant]) -> Figure:
+    axes = {
+        "loss": [Axis("batch_loss", "loss of a mini-batch", log=True)],
+        "accuracy": [Axis("batch_accuracy", "accuracy of a mini-batch")],
+    }
+    caption = "As the paper shows it: one mini-batch, before the step that learns from it. "
+    caption += seconds_note(contestants.values())
+    panels = _panels(contestants, axes, logged=True)
+    return Figure(NAME, "Loss and accuracy of the last mini-batch of every 100 iterations", caption, panels)
 
 
-def _at_hundreds(series: Series) -> Series:
-    """Leaves out what is between the hundreds: the ends of epochs belong to the other figure. A small run has none."""
-    thinned = _kept_where(series, lambda iteration: iteration % 100 == 0)
-    return thinned if thinned.columns["iteration"] else series
-
-
-def _kept_where(series: Series, is_wanted: Callable[[float], bool]) -> Series:
-    places = [place for place, value in enumerate(series.columns["iteration"]) if is_wanted(value or 0.0)]
-    return replace(
-        series, columns={name: [values[place] for place in places] for name, values in series.columns.items()}
-    )
+def _panels(
+    contestants: dict[str, KeptContestant], axes: dict[str, list[Axis]], *, logged: bool = False
+) -> list[Panel]:
+    columns = [axis.column for offered in axes.values() for axis in offered]
+    return [
+        Panel(
+            f"{title}: {what}",
+            [series for label in labels for series in contestants[label].series(columns, until, logged=logged)],
+            ITERATIONS_OR_SECONDS,
+            offered,
+        )
+        for what, offered in axes.items()
+        for title, (labels, until) in PANELS.items()
+    ]
 
 
 def _norms_figure(contestants: dict[str, KeptContestant]) -> Figure:

@@ -74,7 +74,7 @@ def statements(race: Race, kept: dict[str, KeptContestant]) -> list[Statement]:
 
 
 class Judge:
-    """Measures what the statements are about; a method has the name of its statement.
+    """Measures what the statements are about; behind an underscore a method has the name of its statement.
 
     Args:
         kept: the contestants by label.
@@ -86,27 +86,24 @@ class Judge:
     def found(self, name: str, row: dict[str, Any]) -> Found:
         """Returns what was measured for a statement."""
         if "pairs" not in row:
-            result: Found = getattr(self, name)()
+            result: Found = getattr(self, f"_{name}")()
             return result
         by = "seconds" if row.get("timed") else "iteration"
         gains = {(one, two): lowered(self._kept[one], self._kept[two], by) for one, two in row["pairs"]}
         shown = [f"{one} below {two} {_range(values)}" for (one, two), values in gains.items() if values]
         return f"{'; '.join(shown)}.", [RULES[row.get("holds", "above 0")](values) for values in gains.values()]
 
-    def c_adam_changes_nothing(self) -> Found:
-        """How far C-Adam's loss is from Adam's."""
+    def _c_adam_changes_nothing(self) -> Found:
         gaps = lowered(self._kept["C-Adam"], self._kept["Adam"], measure=apart)
         mean = lowered(self._kept["C-Adam"], self._kept["Adam"])
         return f"{_range(gaps)}; with their signs {_range(mean)}.", [
             all(gap <= CHANGES_LITTLE for gap in gaps) if gaps else None
         ]
 
-    def c_sgd_is_all_correct(self) -> Found:
-        """When C-SGD knows the training set by heart."""
+    def _c_sgd_is_all_correct(self) -> Found:
         return self._all_correct("C-SGD", C_SGD_AT)
 
-    def c_nesterov_is_all_correct(self) -> Found:
-        """When C-Nesterov does."""
+    def _c_nesterov_is_all_correct(self) -> Found:
         return self._all_correct("C-Nesterov", C_NESTEROV_AT)
 
     def _all_correct(self, label: str, place: int) -> Found:
@@ -121,13 +118,11 @@ class Judge:
             all(about(at, place) for at in places) if long_enough else None for places in found.values()
         ]
 
-    def none_forgotten(self) -> Found:
-        """How many samples C-SGD forgets once it knows all."""
+    def _none_forgotten(self) -> Found:
         forgotten = self._forgotten_late("C-SGD")
         return f"{spread(forgotten)}.", [not any(forgotten) if forgotten else None]
 
-    def bn_forgets(self) -> Found:
-        """How many SGD-BN forgets then."""
+    def _bn_forgets(self) -> Found:
         forgotten = self._forgotten_late("SGD-BN")
         return f"{spread(forgotten)}.", [all(forgotten) if forgotten else None]
 
@@ -135,8 +130,7 @@ class Judge:
         runs = [run for run in self._kept[label].runs if run.outcome["iteration"] > C_SGD_AT]
         return [forgotten_after(run, C_SGD_AT) for run in runs]
 
-    def faster_in_the_beginning(self) -> Found:
-        """In how many of the first epochs C-SGD is below SGD-BN."""
+    def _faster_in_the_beginning(self) -> Found:
         pairs = list(product(*(self._kept[label].curves("epoch_loss") for label in ("C-SGD", "SGD-BN"))))
         early = [zip(one[:BEGINNING], two[:BEGINNING], strict=False) for one, two in pairs]
         won = [float(sum(mine < yours for (_, mine), (_, yours) in both)) for both in early]
@@ -149,16 +143,14 @@ class Judge:
         )
         return text, [all_above(won, BEGINNING / 2)]
 
-    def stays_stable(self) -> Found:
-        """By how much the losses rise from epoch to epoch."""
+    def _stays_stable(self) -> Found:
         rough = {
             label: [roughness([loss for _, loss in curve]) for curve in self._kept[label].curves("epoch_loss")]
             for label in ("C-SGD", "SGD-BN")
         }
         return f"{_spreads(rough, '.4f', '; ')}.", [_all_below(*rough.values())]
 
-    def crosses_late(self) -> Found:
-        """Where SGD-BN's loss gets below C-SGD's for good."""
+    def _crosses_late(self) -> Found:
         smooth = {
             label: [
                 smoothed(run.curve("epoch_loss"), SMOOTHED)
@@ -173,8 +165,7 @@ class Judge:
             all(about(place, CROSSING_AT) for place in found) if found else None
         ]
 
-    def resembles(self) -> Found:
-        """How far the accuracies of all contestants are from SGD-BN's, in points."""
+    def _resembles(self) -> Found:
         points = {label: self._points_apart(label, EQUAL_WINDOW) for label in self._kept if label != "SGD-BN"}
         mine, overall = points.pop("C-SGD"), self._points_apart("C-SGD", math.inf)
         others = sorted((value, label) for label, value in points.items() if value is not None)
@@ -189,8 +180,7 @@ class Judge:
         gaps = lowered(self._kept[label], self._kept["SGD-BN"], quantity="epoch_accuracy", measure=near)
         return 100 * fmean(gaps) if gaps else None
 
-    def gradients_keep_their_scale(self) -> Found:
-        """How far the norms of the layers' gradients are apart."""
+    def _gradients_keep_their_scale(self) -> Found:
         spans = {label: span_of_norms(self._kept[label].runs) for label in ("C-SGD", "SGD-BN", "SGD")}
         mine, norm, plain = spans.values()
         shown = [f"{label} {value:,.1f}" for label, value in spans.items() if value is not None]
@@ -199,15 +189,13 @@ class Judge:
             None if mine is None or plain is None else mine < plain,
         ]
 
-    def fewer_parameters(self) -> Found:
-        """The parameters with and without BatchNorm."""
+    def _fewer_parameters(self) -> Found:
         without, with_bn = (sum(p.numel() for p in resnet20(batch_norm).parameters()) for batch_norm in (False, True))
         saved = (with_bn - without) / with_bn
         text = f"{without:,} instead of {with_bn:,}: {100 * saved:.1f} % less, as its convolutions have biases instead."
         return text, [saved >= SIGNIFICANT]
 
-    def about_equal_in_time(self) -> Found:
-        """Seconds until a high accuracy, C-SGD and SGD-BN."""
+    def _about_equal_in_time(self) -> Found:
         times = self._seconds(("C-SGD", "SGD-BN"), HIGH_ACCURACY)
         if not all(times.values()):
             return "", [None]
@@ -215,13 +203,11 @@ class Judge:
         equal = None if mine == yours == math.inf else 1 / ABOUT_EQUAL <= mine / yours <= ABOUT_EQUAL
         return self._shown_times(times, HIGH_ACCURACY), [equal]
 
-    def nesterov_wins_in_time(self) -> Found:
-        """The same for C-Nesterov and Nesterov-BN."""
+    def _nesterov_wins_in_time(self) -> Found:
         times = self._seconds(("C-Nesterov", "Nesterov-BN"), HIGH_ACCURACY)
         return self._shown_times(times, HIGH_ACCURACY), [_earlier(*times.values())]
 
-    def highest_accuracies_in_less_time(self) -> Found:
-        """Seconds until all is known by heart, and who is best on the test set."""
+    def _highest_accuracies_in_less_time(self) -> Found:
         labels = ("C-SGD", "C-Nesterov", "SGD-BN", "Nesterov-BN", "Adam-BN")
         times = self._seconds(labels, ALL_CORRECT)
         others = [value for label in labels[2:] for value in times[label]]
@@ -235,8 +221,7 @@ class Judge:
         means = {label: fmean(values) for label, values in known.items() if values}
         return max(means, key=lambda label: means[label]).startswith("C-") if len(means) > 1 else None
 
-    def forgets_less(self) -> Found:
-        """How many samples are forgotten in all."""
+    def _forgets_less(self) -> Found:
         labels = ("C-SGD", "SGD-BN")
         common = min(self._iterations(label) for label in labels)
         totals = {

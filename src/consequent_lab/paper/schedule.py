@@ -17,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from consequent_lab.paper.recipes import Job
 from consequent_lab.pool import Pool
@@ -25,6 +25,7 @@ from consequent_lab.progress import ProgressBoard, RunLine, Watcher, shown_secon
 
 SECONDS_BETWEEN_MESSAGES = 0.2
 ATTEMPTS = 2  # of a run whose process was killed
+SHOWN_METRICS = ("running_loss", "running_accuracy", "train_loss", "train_accuracy", "test_accuracy")
 
 
 class OutOfTime(Exception):  # noqa: N818  (it is no error)
@@ -42,8 +43,7 @@ class Setup:
     deadline: float | None  # seconds as of `time.time`
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """What a worker process tells about its run."""
 
     job: str
@@ -51,8 +51,7 @@ class Message:
     arguments: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """How a run left its worker."""
 
     state: str  # done, stopped or failed
@@ -97,12 +96,10 @@ def _drive(
     """Trains in a pool; returns the runs that were on it when it broke, or nothing at the end."""
     running: dict[Future[Ended], Job] = {}
     while True:
-        names = {job.name for job in running.values()}
         for job in _next_jobs(ready(), setup, summary, list(running.values())):
-            if job.name not in names:
-                running[pool.submit(_train, job, setup)] = job
-                if setup.workers == 1:
-                    break  # it has ended, and others may have become ready
+            running[pool.submit(_train, job, setup)] = job
+            if setup.workers == 1:
+                break  # it has ended, and others may have become ready
         if not running:
             return []
         finished, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -157,7 +154,7 @@ class _Lines:
 def _train(report: Callable[[Message], None], job: Job, setup: Setup) -> Ended:
     from consequent_lab.trainer import train
 
-    watcher = _Remote(report, job.name, setup.deadline)
+    watcher = _Reporter(report, job.name, setup.deadline)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
@@ -202,15 +199,13 @@ def _shortened(error: Exception) -> str:
     return f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
 
 
-class _Remote(Watcher):
+class _Reporter(Watcher):
     """Watches a run in its worker process and tells the parent now and then."""
 
     def __init__(self, report: Callable[[Message], None], job: str, deadline: float | None) -> None:
-        self._report = report
-        self._job = job
-        self._deadline = deadline
+        self._report, self._job, self._deadline = report, job, deadline
         self._told = 0.0
-        self._readings: dict[str, Any] = {}
+        self._metrics: dict[str, Any] = {}  # the last of each
         self.text = ""
 
     def started(self, iteration: int, total: int) -> None:
@@ -228,20 +223,18 @@ class _Remote(Watcher):
 
     def read(self, line: dict[str, Any]) -> None:
         """A line of metrics was written."""
-        shown = ("running_loss", "running_accuracy", "train_loss", "train_accuracy", "test_accuracy")
-        readings = {name: line[name] for name in shown if line.get(name) is not None}
-        self._readings |= readings
-        self._tell("read", readings)
+        metrics = {name: line[name] for name in SHOWN_METRICS if line.get(name) is not None}
+        self._metrics |= metrics
+        self._tell("read", metrics)
 
     def ended(self, outcome: dict[str, Any], *, skipped: bool) -> None:
         """The run is done; its last line is shown when it leaves the board."""
-        parts = [f"{outcome['outcome']} at iteration {outcome['iteration']:,}"]
-        parts.append(f"{shown_seconds(outcome['seconds'])} of training")
-        if "running_loss" in self._readings:
-            parts.append(f"loss {self._readings['running_loss']:.3g}")
-        if "test_accuracy" in self._readings:
-            parts.append(f"test {100 * self._readings['test_accuracy']:.2f} %")
-        self.text = "; ".join(parts)
+        self.text = f"{outcome['outcome']} at iteration {outcome['iteration']:,}"
+        self.text += f"; {shown_seconds(outcome['seconds'])} of training"
+        if "running_loss" in self._metrics:
+            self.text += f"; loss {self._metrics['running_loss']:.3g}"
+        if "test_accuracy" in self._metrics:
+            self.text += f"; test {100 * self._metrics['test_accuracy']:.2f} %"
 
     def _tell(self, event: str, *arguments: Any) -> None:
         self._report(Message(self._job, event, arguments))

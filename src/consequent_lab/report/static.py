@@ -96,7 +96,7 @@ def _drawn(figure: Figure, chosen: set[str]) -> Canvas:
     canvas.suptitle(_text(figure.title), fontsize=11.5, color=INK, fontweight="bold")
     if styles:
         canvas.legend(
-            handles=[_legend_entry(group, line) for group, line in styles.items()],
+            handles=[_legend_line(group, line) for group, line in styles.items()],
             loc="outside lower center",
             ncols=min(len(styles), 2 * columns if columns > 1 else 4),
             frameon=False,
@@ -184,7 +184,7 @@ def _linestyle(line: CurveStyle) -> Any:
     return (0, DASHES[line.dash]) if DASHES[line.dash] else "-"
 
 
-def _legend_entry(group: str, line: CurveStyle) -> Line2D:
+def _legend_line(group: str, line: CurveStyle) -> Line2D:
     return Line2D(
         [],
         [],

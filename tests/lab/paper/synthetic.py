@@ -21,11 +21,11 @@ def kept(lines, variant="c-sgd", seed=0, outcome="finished", config=None, recipe
     )
 
 
-def by_reading(every, **readings):
-    """Lines from equally long lists of readings, one every so many iterations, from the first one on."""
-    length = len(next(iter(readings.values())))
+def metric_lines(every, **metrics):
+    """Lines from equally long lists of metrics, one every so many iterations, from the first one on."""
+    length = len(next(iter(metrics.values())))
     return [
-        ((place + 1) * every, {name: values[place] for name, values in readings.items() if values[place] is not None})
+        ((place + 1) * every, {name: values[place] for name, values in metrics.items() if values[place] is not None})
         for place in range(length)
     ]
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from synthetic import by_reading, contestant, kept, verdict
+from synthetic import contestant, kept, metric_lines, verdict
 
 from consequent_lab.paper import inside
 from consequent_lab.paper.digits import statements
@@ -13,7 +13,7 @@ LOSSES = [1.0, 0.5, 0.2]
 
 
 def run(factor=1.0, failed=0):
-    found = kept(by_reading(45, epoch_loss=[factor * loss for loss in LOSSES], test_accuracy=[0.9] * 3))
+    found = kept(metric_lines(45, epoch_loss=[factor * loss for loss in LOSSES], test_accuracy=[0.9] * 3))
     found.lines[-1]["counters"] = {"rescued": failed, "steps": 135}
     return found
 

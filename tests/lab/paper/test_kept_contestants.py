@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from synthetic import by_reading, contestant, kept
+from synthetic import contestant, kept, metric_lines
 
 from consequent_lab.paper.kept_contestants import circumstances, race_kept, search_figure, seconds_note, seconds_of
 from consequent_lab.paper.mlp_recipe import race
@@ -11,7 +11,7 @@ from consequent_lab.paper.rates import Chosen, Searched
 
 
 def test_seconds_are_the_median_of_the_later_iterations():
-    lines = by_reading(10, batch_loss=[1.0] * 10)
+    lines = metric_lines(10, batch_loss=[1.0] * 10)
     run = kept(lines)
     times = [5.0, 5.1, 5.2, 5.3, 9.3, 9.4, 9.5, 9.6, 9.7, 9.8]  # a slow start, a hiccup
     for line, seconds in zip(run.lines, times, strict=True):
@@ -20,7 +20,7 @@ def test_seconds_are_the_median_of_the_later_iterations():
 
 
 def test_seconds_are_those_timed_alone_or_else_the_runs_own_in_figures_only():
-    run = kept(by_reading(100, train_loss=[1.0, 0.5]))
+    run = kept(metric_lines(100, train_loss=[1.0, 0.5]))
     own, timed = contestant("SGD", run), contestant("C-SGD", run, seconds=0.5)
     assert own.curves("train_loss", "seconds") == []
     assert own.series(["train_loss"])[0].columns["seconds"] == [1.0, 2.0]
@@ -65,7 +65,7 @@ def test_the_full_experiment_comes_before_the_small_one(names, expected):
 
 
 def test_test_accuracy_seeds_and_search_are_beside_a_verdict():
-    runs = [kept(by_reading(100, test_accuracy=[0.5, last]), seed=seed) for seed, last in enumerate((0.6, 0.7))]
+    runs = [kept(metric_lines(100, test_accuracy=[0.5, last]), seed=seed) for seed, last in enumerate((0.6, 0.7))]
     text = circumstances(race(), [contestant("C-SGD", *runs), contestant("SGD", runs[0]), contestant("Adam")])
     assert text == (
         "Test accuracy in % at the end: C-SGD 65.0 (60.0–70.0), SGD 60.0. Seeds: 1 or 2. Search: 1 learning rates "

@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from synthetic import by_reading, contestant, kept
+from synthetic import contestant, kept, metric_lines
 from synthetic import verdict as verdict_among
 
 from consequent_lab.paper.mlp import statements
@@ -20,7 +20,7 @@ FASTER, HELPS_NEITHER = "CIFAR-100 drops faster", "does help neither"
 
 
 def curve(label, losses, seconds=None, accuracy=0.5):
-    lines = by_reading(100, train_loss=losses, test_accuracy=[accuracy] * len(losses))
+    lines = metric_lines(100, train_loss=losses, test_accuracy=[accuracy] * len(losses))
     return contestant(label, kept(lines), seconds=seconds)
 
 

@@ -4,7 +4,7 @@ import math
 from itertools import pairwise
 
 import pytest
-from synthetic import by_reading, kept
+from synthetic import kept, metric_lines
 
 from consequent_lab.paper.rates import Search, chosen, failed, rate_at, score, searched, variant_at
 from consequent_lab.paper.recipes import Contestant, Race
@@ -31,7 +31,7 @@ class Runs:
 
 def one(loss, seed=0):
     """A run that ended at this loss."""
-    lines = by_reading(10, epoch_loss=[2.3, loss if math.isfinite(loss) else None])
+    lines = metric_lines(10, epoch_loss=[2.3, loss if math.isfinite(loss) else None])
     return kept(lines, seed=seed, outcome="finished" if math.isfinite(loss) else "diverged")
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from synthetic import by_reading, contestant, kept
+from synthetic import contestant, kept, metric_lines
 from synthetic import verdict as verdict_among
 
 from consequent_lab.paper.resnet20 import headlines_table
@@ -37,14 +37,14 @@ def run(
     seed=0, losses=None, accuracies=None, batches=None, forgotten=None, norms=None, every=EPOCH, outcome="finished"
 ):
     accuracies = accuracies or rising()
-    readings = {
+    metrics = {
         "epoch_loss": losses or falling(),
         "epoch_accuracy": accuracies,
         "batch_accuracy": batches or accuracies,
         "forgotten": forgotten or [0] * EPOCHS,
         "gradient_norms": [{"plain": norms or {"0": 1.0, "2.first": 2.0}}] * EPOCHS,
     }
-    return kept(by_reading(every, **readings), seed=seed, config=CONFIG, outcome=outcome)
+    return kept(metric_lines(every, **metrics), seed=seed, config=CONFIG, outcome=outcome)
 
 
 def verdict(words, **runs):
@@ -191,7 +191,7 @@ def test_time_to_a_high_accuracy():
 
 
 def test_runs_of_different_lengths_are_compared_after_an_epoch_that_all_have():
-    """A run's last reading may be in the midst of an epoch."""
+    """A run's last line may be in the midst of an epoch."""
 
     def lines(last):
         places = [*range(EPOCH, last + 1, EPOCH), *([last] if last % EPOCH else [])]

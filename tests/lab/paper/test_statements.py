@@ -23,10 +23,8 @@ def test_every_experiment_has_statements_and_no_row_has_an_unknown_column(name):
 
 def test_every_measurement_has_its_row():
     assert mlp.MEASURED.keys() == statement_rows("mlp").keys()
-    measured = {name for name in vars(Judge) if not name.startswith("_")} - {"found"}
-    assert measured == {
-        name for name, row in statement_rows("resnet20").items() if not ("pairs" in row or row.get("not_run"))
-    }
+    for name, row in statement_rows("resnet20").items():
+        assert hasattr(Judge, f"_{name}") == (not ("pairs" in row or row.get("not_run")))
 
 
 def test_what_is_missing_is_said_and_limits_are_filled_in(monkeypatch):
