@@ -44,6 +44,19 @@ def test_rows_that_are_there_twice():
     assert reference.relative_error(found.gradient.numpy(), expected) < 1e-9
 
 
+@pytest.mark.parametrize("apart", [1e-3, 1e-6, 1e-8, 1e-12, 0.0])
+@pytest.mark.parametrize("damping", [1e-3, 0.1])
+def test_rows_that_are_nearly_dependent_keep_their_digits(damping, apart):
+    """Of squares of small differences, none would be left."""
+    X = 3 + apart * normal(4, 20)
+    dZ = normal(4, 3, seed=1)
+    found = solve_in_span(X, dZ.T @ X, Damping(damping).level(4, 20))
+    expected = reference.consequential_gradient(X.numpy(), dZ.numpy(), damping)
+    condition = reference.condition_number(X.numpy(), damping)
+    assert reference.relative_error(found.gradient.numpy(), expected) < 10 * torch.finfo(torch.float64).eps * condition
+    assert found.outside == 0
+
+
 @pytest.mark.parametrize("damping", [0.0, 0.1])
 def test_rows_of_zeros(damping):
     found = solve_in_span(torch.zeros(3, 5), torch.zeros(2, 5), Damping(damping, relative=True).level(3, 5))

@@ -58,7 +58,7 @@ class JointWatch:
             for capture in self.captures:
                 capture.misbehaving[layer] = "its forward does not use its weights as they are"
         first = outputs_in(outputs)
-        for entry in looking.entries:
+        for entry in looking.entries.values():
             if entry.module is layer and first is not None:
                 entry.output_shape = tuple(first.shape)
         return outputs
@@ -71,7 +71,7 @@ class _Looking(TorchFunctionMode):
         super().__init__()
         self._watch = watch
         self.saw_product = False
-        self.entries: set[Entry] = set()
+        self.entries: dict[Capture, Entry] = {}  # through which the samples came, of everyone who wants to know
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -82,9 +82,7 @@ class _Looking(TorchFunctionMode):
         return outputs
 
     def _enter(self, inputs: Sequence[Tensor], units: Sequence[Unit], samples: int, leads: bool) -> "Entering":
-        entering = Entering(self._watch, inputs, units, samples, leads)
-        self.entries |= {use.entry for _, use in entering.uses}
-        return entering
+        return Entering(self._watch, inputs, units, samples, leads, self.entries)
 
 
 class Entering:
@@ -96,6 +94,7 @@ class Entering:
         units: whose parameters meet these.
         samples: how many the inputs have.
         leads: whether they are in the leading dimension.
+        entries: through which the samples came, as units say that were entered before in the same call of the module.
 
     Attributes:
         inputs: what is to be used in place of the inputs: one that has a gradient goes through the node, which so sees
@@ -104,16 +103,24 @@ class Entering:
     """
 
     def __init__(
-        self, watch: JointWatch, inputs: Sequence[Tensor], units: Sequence[Unit], samples: int, leads: bool
+        self,
+        watch: JointWatch,
+        inputs: Sequence[Tensor],
+        units: Sequence[Unit],
+        samples: int,
+        leads: bool,
+        entries: "dict[Capture, Entry]",
     ) -> None:
         self.inputs = tuple(inputs)
         self.parameters = [unit.parameters for unit in units]
         self._calls = [_Call(unit) for unit in units]
         for call, unit in zip(self._calls, units, strict=True):
             for capture in watch.captures:
-                use = capture.joint_use_of(watch.layer, unit, inputs[0], samples, leads=leads)
+                known = entries.get(capture)
+                use = capture.joint_use_of(watch.layer, unit, inputs[0], samples, known, leads=leads)
                 if use is None:
                     continue
+                entries[capture] = use.entry
                 call.uses.append((capture, use))
                 if capture.listener.replaces_gradients:
                     stand_ins = capture.listener.before_joint(use, use.parameters)

@@ -391,8 +391,6 @@ def test_a_forward_of_its_own_around_that_of_torch(at):
     squares(model.recurrent(x)[0]).sum().backward()
     correction.step()
     loops = Loops(twin.recurrent)
-    for unit in (unit for directions in loops.units for unit in directions):
-        unit.kind = "GRU"
     squares(torch.stack(loops(list((2 * x).unbind(0))))).sum().backward()
     loops.correct(DAMPING)
     check_same_grads(model.recurrent, twin.recurrent)
