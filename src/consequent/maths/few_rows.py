@@ -27,8 +27,8 @@ class InSpan(NamedTuple):
     Attributes:
         gradient: ``[out_features, columns]``, float64.
         trace: of ``X Xᵀ``.
-        outside: how much of G is outside of the span, in units of the sizes that were added up for it; 0 where that is
-            no more than this computation leaves there.
+        outside: how much of G is outside of the span, in units of the sizes that were added up for it; 0 where that may
+            be rounding: what was added up for G may have been larger, and have cancelled.
     """
 
     gradient: Tensor
@@ -53,7 +53,8 @@ def solve_in_span(rows: Tensor, gradient: Tensor, level: Level) -> InSpan:
     trace = gram.diagonal().sum()
     of_gradient = _ROUNDINGS * torch.finfo(gradient.dtype).eps
     of_gram = len(gram) * torch.finfo(gram.dtype).eps
-    factor, least = _factor(gram, max(of_gradient**2, of_gram))
+    rounding = max(of_gradient**2, of_gram)
+    factor, least = _factor(gram, rounding)
     explained = torch.cholesky_solve((G @ X.mT).mT, factor).mT
     if of_gradient**2 < of_gram:  # squares have lost half of the digits that G has: once more, without them
         Q = torch.linalg.solve_triangular(factor, X, upper=False)  # its rows are nearly orthonormal
@@ -61,7 +62,7 @@ def solve_in_span(rows: Tensor, gradient: Tensor, level: Level) -> InSpan:
         explained = torch.linalg.solve_triangular(factor, coefficients, upper=False, left=False)
     rest = G - explained @ X
     sizes = explained.norm() * X.norm() + G.norm()
-    outside = torch.where(sizes > 0, (rest.norm() / sizes - max(of_gradient, of_gram)).clamp(min=0), 0)
+    outside = torch.where(sizes > 0, (rest.norm() / sizes - rounding**0.5).clamp(min=0), 0)
     damped = torch.maximum(level.at(trace), least)
     factor, _ = torch.linalg.cholesky_ex(add_to_diagonal(gram, damped[None, None]))
     new = torch.cholesky_solve(explained.mT, factor).mT @ X
