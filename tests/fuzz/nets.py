@@ -278,7 +278,7 @@ def solved_together(model):
 
 def sees_the_sample(part):
     """Whether the first layer gets what enters the model, and is trained."""
-    if not part or isinstance(part[0], PooledHead | Mixing | Unrolled):
+    if not part or any(isinstance(module, PooledHead | Mixing | Unrolled) for module in part[0].modules()):
         return False
     first = solved_together(part[0])[:1]
     return any(p.requires_grad for parameters in first for p in parameters)
