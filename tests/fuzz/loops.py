@@ -254,9 +254,9 @@ def body_of_a_step(rng, net, damping, dtype):
         if rng.random() < 0.1:
             body.append(Evaluate(rng.randrange(10**6)))
         if rng.random() < 0.1:
-            body.append(make_pass(rng, net, checkpoints=False))
+            body.append(make_pass(rng, net))
             body[-1].backward = False
-            body[-1].asked = rng.choice([None, "inputs", "parameters"])
+            body[-1].asked = None if body[-1].checkpoint else rng.choice([None, "inputs", "parameters"])
     if penalties and rng.random() < 0.1:
         body.append(PenaltyAlone(penalties, factor))
     if factor != 1.0:
@@ -282,9 +282,9 @@ def make_penalties(rng, net):
     return tuple((name, strength) for name in chosen)
 
 
-def make_pass(rng, net, factor=1.0, penalties=(), checkpoints=True):
+def make_pass(rng, net, factor=1.0, penalties=()):
     task = "whole" if rng.random() < 0.5 else rng.choice(net.tasks)
-    checkpoint = rng.choice(["reentrant", "saved"]) if checkpoints and rng.random() < 0.2 else None
+    checkpoint = rng.choice(["reentrant", "saved"]) if rng.random() < 0.2 else None
     asked = only = None
     if checkpoint != "reentrant" and rng.random() < 0.1:
         asked = rng.choice(["inputs", "parameters"])

@@ -14,7 +14,7 @@ from consequent.capture.product import Listener
 from consequent.capture.samples import Entries
 from consequent.capture.torch_internals import backward_pass_id, running_node
 from consequent.capture.uncompiled import mark_uncompiled_functions
-from consequent.capture.use import Entry, JointUse, Use
+from consequent.capture.use import JointUse, Use
 from consequent.capture.watched import unwatch, watch
 from consequent.engines.gpu.compiled_ahead import compile_ahead
 from consequent.engines.gpu.streams import event_in_graph
@@ -152,10 +152,6 @@ class Capture:
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
-    def called_without_graph(self, layer: nn.Module) -> None:
-        """A layer was called where no graph is built."""
-        self.entries.called_without_graph(layer)
-
     def use_of(
         self,
         layer: nn.Module,
@@ -215,7 +211,7 @@ class Capture:
         return use
 
     def joint_use_of(
-        self, layer: nn.Module, unit: Unit, inputs: Tensor, samples: int, entry: Entry | None, *, leads: bool
+        self, layer: nn.Module, unit: Unit, inputs: Tensor, samples: int, *, leads: bool
     ) -> JointUse | None:
         """The call of one of a module's units, if something in it is to be corrected.
 
@@ -224,8 +220,7 @@ class Capture:
             unit: of it.
             inputs: as they are about to be used.
             samples: how many these have.
-            entry: the one of another unit in the same call of the module, if there was any.
-            leads: whether samples are in the leading dimension.
+            leads: whether in their leading dimension.
         """
         if layer in self.misbehaving or layer not in self.names:
             return None
@@ -248,7 +243,7 @@ class Capture:
             weight,
             None,
             parameters[0] is not None,
-            self.entries.entry_for(layer, inputs, samples, leads) if entry is None else entry,
+            self.entries.entry_for(layer, inputs, samples, leads),
             0,
             weight.dtype,
             samples,

@@ -50,7 +50,7 @@ class JointWatch:
             return plain(layer, *args, **kwargs)
         if not torch.is_grad_enabled():
             for capture in self.captures:
-                capture.called_without_graph(layer)
+                capture.entries.called_without_graph()
             return plain(layer, *args, **kwargs)
         with _Looking(self) as looking:
             outputs = plain(layer, *args, **kwargs)
@@ -58,7 +58,7 @@ class JointWatch:
             for capture in self.captures:
                 capture.misbehaving[layer] = "its forward does not use its weights as they are"
         first = outputs_in(outputs)
-        for entry in looking.entries.values():
+        for entry in looking.entries:
             if entry.module is layer and first is not None:
                 entry.output_shape = tuple(first.shape)
         return outputs
@@ -71,7 +71,7 @@ class _Looking(TorchFunctionMode):
         super().__init__()
         self._watch = watch
         self.saw_product = False
-        self.entries: dict[Capture, Entry] = {}  # through which the samples came, of everyone who wants to know
+        self.entries: set[Entry] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -82,7 +82,9 @@ class _Looking(TorchFunctionMode):
         return outputs
 
     def _enter(self, inputs: Sequence[Tensor], units: Sequence[Unit], samples: int, leads: bool) -> "Entering":
-        return Entering(self._watch, inputs, units, samples, leads, self.entries)
+        entering = Entering(self._watch, inputs, units, samples, leads)
+        self.entries |= {use.entry for _, use in entering.uses}
+        return entering
 
 
 class Entering:
@@ -94,7 +96,6 @@ class Entering:
         units: whose parameters meet these.
         samples: how many the inputs have.
         leads: whether they are in the leading dimension.
-        entries: through which the samples came, as units say that were entered before in the same call of the module.
 
     Attributes:
         inputs: what is to be used in place of the inputs: one that has a gradient goes through the node, which so sees
@@ -103,24 +104,16 @@ class Entering:
     """
 
     def __init__(
-        self,
-        watch: JointWatch,
-        inputs: Sequence[Tensor],
-        units: Sequence[Unit],
-        samples: int,
-        leads: bool,
-        entries: "dict[Capture, Entry]",
+        self, watch: JointWatch, inputs: Sequence[Tensor], units: Sequence[Unit], samples: int, leads: bool
     ) -> None:
         self.inputs = tuple(inputs)
         self.parameters = [unit.parameters for unit in units]
         self._calls = [_Call(unit) for unit in units]
         for call, unit in zip(self._calls, units, strict=True):
             for capture in watch.captures:
-                known = entries.get(capture)
-                use = capture.joint_use_of(watch.layer, unit, inputs[0], samples, known, leads=leads)
+                use = capture.joint_use_of(watch.layer, unit, inputs[0], samples, leads=leads)
                 if use is None:
                     continue
-                entries[capture] = use.entry
                 call.uses.append((capture, use))
                 if capture.listener.replaces_gradients:
                     stand_ins = capture.listener.before_joint(use, use.parameters)
