@@ -71,7 +71,7 @@ def timed_solves(clock: Clock) -> Iterator[None]:
     """Let the clock run wherever new gradients, or moments for them, are computed."""
     with contextlib.ExitStack() as stack:
         targets: list[tuple[Any, str]] = [(correction, "corrected_in_backward"), (Rows, "moment")]
-        targets += [(type(engine), name) for engine in ENGINES for name in ("solve", "write")]
+        targets += [(engine, name) for engine in ENGINES for name in ("solve", "write")]
         for owner, name in targets:
             stack.enter_context(mock.patch.object(owner, name, clock.around(getattr(owner, name))))
         yield

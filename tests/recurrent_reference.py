@@ -14,7 +14,8 @@ class Unit:
     """One layer and direction: its parameters, and what they met."""
 
     def __init__(self, module, end):
-        self.kind = type(module).__name__.removesuffix("Cell")
+        kinds = {"LSTM": (nn.LSTM, nn.LSTMCell), "GRU": (nn.GRU, nn.GRUCell), "RNN": (nn.RNN, nn.RNNCell)}
+        self.kind = next(name for name, types in kinds.items() if isinstance(module, types))
         self.act = torch.relu if getattr(module, "nonlinearity", "tanh") == "relu" else torch.tanh
         names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
         self.w_ih, self.w_hh, self.b_ih, self.b_hh, self.w_hr = (getattr(module, name + end, None) for name in names)
@@ -75,6 +76,7 @@ class Loops:
 
     def __init__(self, module):
         self.module = module
+        self.last = []  # of the last call, for each sample: (h, c) that each layer and direction ends with
         self.is_cell = isinstance(module, nn.RNNCellBase)
         self.both_ways = not self.is_cell and module.bidirectional
         self.layers = 1 if self.is_cell else module.num_layers
@@ -91,8 +93,9 @@ class Loops:
             states: (h, c), ``[layers · directions, samples, size]`` each; None is zeros.
             masks: of dropout, for each sample ``[layers − 1]`` of them.
         """
-        outputs = []
+        outputs, self.last = [], []
         for number, sequence in enumerate(samples):
+            ends = []
             for layer, directions in enumerate(self.units):
                 sides = []
                 for direction, unit in enumerate(directions):
@@ -109,10 +112,12 @@ class Loops:
                         h, c = unit.step(sequence[time], h, c)
                         found[time] = h
                     sides.append(torch.stack([found[time] for time in times]))
+                    ends.append((h, c))
                 sequence = torch.cat(sides, dim=-1)
                 if masks and layer < self.layers - 1:
                     sequence = sequence * masks[number][layer]
             outputs.append(sequence)
+            self.last.append(ends)
         return outputs
 
     def correct(self, damping, scale=1.0):

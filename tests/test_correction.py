@@ -226,7 +226,8 @@ def test_an_optimizer_that_nobody_holds():
     correction = consequent.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
     assert "thrown away" in repr(correction)
     assert not hooks_on(model)
-    half_squares(model(BATCHES[0])).backward()
+    with pytest.warns(consequent.ConsequentWarning, match="no longer exists, and with it the correction"):
+        half_squares(model(BATCHES[0])).backward()
     with pytest.raises(RuntimeError, match="no longer exists; keep a reference"):
         correction.step()
 

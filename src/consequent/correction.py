@@ -62,7 +62,8 @@ from consequent.reports.guards import (
     refuse_step_in_backward,
     refuse_uncaptured,
 )
-from consequent.reports.reports import Reports
+from consequent.reports.optimizer_gone import warn_at_next_backward_pass
+from consequent.reports.reports import Reports, shown
 from consequent.statistics.averages import Averages
 
 if TYPE_CHECKING:
@@ -314,7 +315,7 @@ class Consequentialism:
         if not any(parameter.requires_grad for parameter in mine):
             self._reports.all_frozen(_names_of(optimizers))
         self._capture.notice_parameters(self._capture.layers)
-        self._groups.take(optimizers, when_gone=self._stop_watching)  # its hooks on the model go with the last of them
+        self._groups.take(optimizers, when_gone=self._optimizer_is_gone)
         for one in optimizers:
             self._hooks.append(one.register_step_pre_hook(self._before_step))
             self._hooks.append(one.register_step_post_hook(self._after_step))
@@ -385,6 +386,12 @@ class Consequentialism:
         self._groups.take((), when_gone=self._stop_watching)
         self._stop_watching()
 
+    def _optimizer_is_gone(self) -> None:
+        """The last of them was thrown away: the hooks on the model go with it, and the next gradient says so."""
+        parameters = self._layer_parameters()
+        self._stop_watching()
+        warn_at_next_backward_pass(parameters, self._reports, _is_corrected)
+
     def _stop_watching(self) -> None:
         self._capture.remove()
         self._loss.remove()
@@ -412,15 +419,20 @@ class Consequentialism:
                 "optimizer = …; consequent.attach(optimizer, model)"
             )
         if not self._rewriter.has_work(self._other_captures()):
-            raise RuntimeError(
-                "there is nothing to correct: no backward pass went through the model since the last step or "
-                "zero_grad(). Call loss.backward() first."
-            )
+            raise RuntimeError(f"there is nothing to correct: {self._why_no_work()}")
         if not self._correct(bounded=False):  # what becomes of the gradients before they are applied is not known
             self._skip_next = True
             for parameter in self._groups.parameters():
                 if parameter.grad is not None:
                     parameter.grad.zero_()
+
+    def _why_no_work(self) -> str:
+        plain = self.plain
+        causes = [f"{shown(name)}, {plain[name]}" for name in self._capture.layers if name in plain]
+        if len(causes) < len(self._capture.layers):
+            return "no backward pass went through the model since the last step or zero_grad(). Call loss.backward()."
+        more = f"; and {len(causes) - 3} more, see correction.plain" if len(causes) > 3 else ""
+        return f"every layer keeps its plain gradient: {'; '.join(causes[:3])}{more}."
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -909,6 +921,14 @@ class Consequentialism:
         self.bound = bound
         self.largest_block = largest_block
         self._reports.restore(counters)
+
+
+def _is_corrected(parameter: Tensor) -> bool:
+    """Whether somebody does now."""
+    return any(
+        other._capture.is_installed and other._groups.owns(parameter) and parameter in other._layer_parameters()
+        for other in _LIVE
+    )
 
 
 def _names_of(optimizers: Sequence[Optimizer]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 
 import torch
 
-from fuzz.nets import TASKS, layers_of
+from fuzz.nets import TASKS, solved_together
 
 EDITED = 0.2  # how often gradients are edited in a step that allows it
 REDUCTIONS = {"mean": "mean", "sum": "sum", "2.5": 2.5, "2n + 3": lambda samples: 2 * samples + 3}
@@ -54,7 +54,7 @@ class Pass:
     asked: str | None = None  # torch.autograd.grad before the backward pass, of "inputs" or "parameters"
     only: tuple | None = None  # names of the parameters that ``backward(inputs=…)`` is for; None: all
     retain: bool = False  # the graph is kept for Again
-    backward: bool = True  # False: the forward pass is given up
+    backward: bool = True  # False: the forward pass is given up, or waits for Again
 
     def do(self, side, net):
         x, y = batches(self, side, net)
@@ -69,17 +69,17 @@ class Pass:
             loss = loss + self.factor * strength * parameters[name].square().sum()
         if self.asked is not None:
             side.ask_for_gradients(loss, x if self.asked == "inputs" else None)
-        if not self.backward:
-            return
         if self.retain:
             side.pending.append((outputs, self))
+        if not self.backward:
+            return
         note_penalties(side, self.penalties)
         side.backward(loss, retain_graph=self.retain, only=self.only)
 
 
 @dataclass
 class Again:
-    """A second backward pass, of another loss, through the forward pass whose graph was kept."""
+    """A backward pass, a second one of another loss perhaps, through the forward pass whose graph was kept."""
 
     def do(self, side, net):
         outputs, first = side.pending.pop()
@@ -146,7 +146,7 @@ class Edit:
     def change(self, name, grad):
         if self.how == "clip":
             return grad.clamp_(-self.amount, self.amount)
-        if name.endswith("weight"):
+        if "weight" in name:
             grad.view(-1)[grad.numel() // 2] += self.amount
         return grad
 
@@ -214,16 +214,16 @@ def make_loop(rng, net, damping, dtype, steps=None):
 
 
 def freeze_for_a_while(rng, net, actions):
-    """Let one parameter of a layer, whose other one is trained, be frozen in a step and trained again in a later one.
+    """Let one parameter of a layer, of which another is trained, be frozen in a step and trained again in a later one.
 
     Penalties are left alone, which may be all that a backward pass is for.
     """
     names = {p: name for name, p in net.model.named_parameters() if p.requires_grad}
-    layers = [layer for layer in layers_of(net.model) if layer.weight in names and layer.bias in names]
+    layers = [[p for p in together if p in names] for together in solved_together(net.model)]
+    layers = [together for together in layers if len(together) > 1]
     if not layers or len(actions) < 2 or any(getattr(i, "penalties", ()) for action in actions for i in action.body):
         return
-    layer = rng.choice(layers)
-    name = names[layer.weight if rng.random() < 0.5 else layer.bias]
+    name = names[rng.choice(rng.choice(layers))]
     when = sorted(rng.choices(range(1, len(actions) + 1), k=2))  # the last of them: never
     for place, is_trained in zip(when, (False, True), strict=True):
         if place < len(actions):
@@ -248,12 +248,15 @@ def body_of_a_step(rng, net, damping, dtype):
             elif between == "pass":
                 body.append(make_pass(rng, net, factor))
             body.append(Again())
+        elif rng.random() < 0.1:  # its backward pass comes after that of another
+            body[-1:] = [make_pass(rng, net, factor), action, Again()]
+            body[-3].backward, body[-3].retain, body[-3].asked, body[-3].only = False, True, None, None
         if rng.random() < 0.1:
             body.append(Evaluate(rng.randrange(10**6)))
         if rng.random() < 0.1:
-            body.append(make_pass(rng, net, checkpoints=False))
+            body.append(make_pass(rng, net))
             body[-1].backward = False
-            body[-1].asked = rng.choice([None, "inputs", "parameters"])
+            body[-1].asked = None if body[-1].checkpoint else rng.choice([None, "inputs", "parameters"])
     if penalties and rng.random() < 0.1:
         body.append(PenaltyAlone(penalties, factor))
     if factor != 1.0:
@@ -279,9 +282,9 @@ def make_penalties(rng, net):
     return tuple((name, strength) for name in chosen)
 
 
-def make_pass(rng, net, factor=1.0, penalties=(), checkpoints=True):
+def make_pass(rng, net, factor=1.0, penalties=()):
     task = "whole" if rng.random() < 0.5 else rng.choice(net.tasks)
-    checkpoint = rng.choice(["reentrant", "saved"]) if checkpoints and rng.random() < 0.2 else None
+    checkpoint = rng.choice(["reentrant", "saved"]) if rng.random() < 0.2 else None
     asked = only = None
     if checkpoint != "reentrant" and rng.random() < 0.1:
         asked = rng.choice(["inputs", "parameters"])
@@ -304,12 +307,10 @@ def make_pass(rng, net, factor=1.0, penalties=(), checkpoints=True):
 
 def names_of_a_layer(rng, model):
     """The parameters of a layer that is reached by every task, and what shares its weight."""
-    layer = rng.choice(
-        [layer for layer in layers_of(model.second) if any(p.requires_grad for p in layer.parameters())] or [None]
-    )
-    if layer is None:
+    together = rng.choice([its for its in solved_together(model.second) if any(p.requires_grad for p in its)] or [None])
+    if together is None:
         return None
-    same = {p for other in layers_of(model) if other.weight is layer.weight for p in other.parameters()}
+    same = {p for its in solved_together(model) if its[0] is together[0] for p in its}
     return tuple(name for name, p in model.named_parameters() if p in same and p.requires_grad)
 
 

@@ -7,6 +7,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fuzz.sequence_blocks import SequenceBlock, Unrolled, attention_block, recurrent_block
+from fuzz.units import JOINTS, units_of
+
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
@@ -146,7 +149,7 @@ class Chain(nn.Module):
 
     def one_by_one(self, x):
         for block in (*self.first, *self.second):
-            x = block(x)
+            x = block.directly(x) if isinstance(block, SequenceBlock) else block(x)
         return x
 
     def run(self, part, x):
@@ -211,6 +214,7 @@ class Net:
     sizes: tuple  # batch sizes to choose from
     tasks: tuple
     is_unbatched: bool  # what enters is one sample without a leading dimension
+    is_time_first: bool = False  # samples are in its second dimension
 
     def __str__(self):
         frozen = [name for name, p in self.model.named_parameters() if not p.requires_grad]
@@ -226,7 +230,8 @@ class Net:
 def make_net(rng):
     """A network from a ``random.Random``. The global torch seed must have been set."""
     kind = rng.choices(
-        ["vectors", "sequences", "signals", "images", "volumes", "recursive", "marked"], weights=[8, 12, 8, 8, 1, 4, 4]
+        ["vectors", "sequences", "signals", "images", "volumes", "recursive", "marked", "units"],
+        weights=[8, 12, 8, 8, 1, 4, 4, 15],
     )[0]
     net = {
         "vectors": vectors,
@@ -236,6 +241,7 @@ def make_net(rng):
         "volumes": lambda rng: convolutional(rng, 3),
         "recursive": recursive,
         "marked": marked,
+        "units": of_units,
     }[kind](rng)
     net.kind = kind
     net.model.double()
@@ -257,15 +263,25 @@ def freeze_some(rng, model):
 
 
 def layers_of(model):
-    return [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    """Those that are one product, and none that is a part of a module with several."""
+    inner = {part for module in model.modules() if isinstance(module, JOINTS) for part in module.children()}
+    kinds = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+    return [m for m in model.modules() if isinstance(m, kinds) and m not in inner]
+
+
+def solved_together(model):
+    """The parameters of each layer, and of each unit of a module with several products."""
+    layers = [list(layer.parameters()) for layer in layers_of(model)]
+    joints = [module for module in model.modules() if isinstance(module, JOINTS)]
+    return layers + [list(unit) for module in joints for unit in units_of(module)]
 
 
 def sees_the_sample(part):
     """Whether the first layer gets what enters the model, and is trained."""
-    if not part or isinstance(part[0], PooledHead | Mixing):
+    if not part or any(isinstance(module, PooledHead | Mixing | Unrolled) for module in part[0].modules()):
         return False
-    first = layers_of(part[0])[:1]
-    return any(p.requires_grad for layer in first for p in layer.parameters())
+    first = solved_together(part[0])[:1]
+    return any(p.requires_grad for parameters in first for p in parameters)
 
 
 def width(rng):
@@ -422,6 +438,49 @@ def marked(rng):
         ("whole", "keyword", "two calls"),
         False,
     )
+
+
+def of_units(rng):
+    """Recurrent layers and attention between dense ones."""
+    inputs = size = width(rng)
+    tokens = rng.randint(1, 4)
+    is_unbatched, is_time_first = rng.choices([(False, False), (True, False), (False, True)], weights=[8, 1, 1])[0]
+    blocks = []
+    for place in range(rng.randint(1, 3)):
+        roll = rng.random()
+        if roll < 0.5:
+            block, size = recurrent_block(
+                rng, size, rng.choice([1, 2, 3, 4]), may_be_cell=place > 0 or not is_time_first
+            )
+        elif roll < 0.8 or place == 0:
+            block = attention_block(rng, size)
+        else:
+            block, size = dense_block(rng, size, width(rng))
+        if isinstance(block, SequenceBlock):
+            block.is_time_first = is_time_first
+            if is_time_first and place == 0:
+                block.layer.batch_first = False
+                block.packed = None
+            elif rng.random() < 0.2 and block_keeps_size(block, size):
+                block = Twice(block, rng.choice(["second", None]), rng.random() < 0.5)
+        blocks.append(block)
+    blocks.append(linear(rng, size, rng.randint(1, 3)))
+    shape = [tokens, inputs]
+    tasks = ("whole",) if is_unbatched else ("whole", "keyword", "two calls") if is_time_first else tuple(TASKS)
+
+    def batch(n, generator):
+        x = draw(generator, *([] if is_unbatched else [n]), *shape)
+        return x.transpose(0, 1).contiguous() if is_time_first else x
+
+    return Net(
+        Chain(blocks, rng.randint(1, len(blocks) - 1)), "", batch, (1, 2, 3, 5), tasks, is_unbatched, is_time_first
+    )
+
+
+def block_keeps_size(block, size):
+    """Whether what comes out of it can go into it."""
+    layer = block.layer
+    return isinstance(layer, nn.MultiheadAttention) or layer.input_size == size
 
 
 def draw(generator, *shape):

@@ -8,11 +8,14 @@ hold is kept in dictionaries by the parameters' names.
 import copy
 from dataclasses import dataclass, field
 from itertools import product
-from math import prod
+from math import inf, prod
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from fuzz.units import JOINTS, UnitCall, call_of_units, units_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LAYERS = (nn.Linear, *CONVOLUTIONS)
@@ -36,8 +39,22 @@ class Call:
     entry: Entry
     output_grads: list | None = None  # one matrix per group, of all backward passes that are in .grad
 
-    def rows(self, grad):
+    @property
+    def key(self):
+        """Calls with the same are solved for together."""
+        return self.layer.weight
+
+    @property
+    def parameters(self):
+        return list(self.layer.parameters(recurse=False))
+
+    @property
+    def probes(self):
+        return [self.probe]
+
+    def rows(self, grads):
         """The gradient of the output as one matrix per group."""
+        (grad,) = grads
         if not isinstance(self.layer, CONVOLUTIONS):
             return [grad.reshape(-1, grad.shape[-1])]
         batch = grad if grad.ndim == len(self.layer.kernel_size) + 2 else grad[None]
@@ -78,6 +95,7 @@ class Watch:
 
     model: nn.Module
     is_unbatched: bool
+    is_time_first: bool
     depth: int = 0
     entry: Entry | None = None
     calls: list = field(default_factory=list)
@@ -97,6 +115,11 @@ def watched_class(cls, watch):
                 watch.depth -= 1
 
         def forward(self, *args, **kwargs):
+            if isinstance(self, JOINTS):
+                outputs, units = call_of_units(self, args, kwargs)
+                if torch.is_grad_enabled():
+                    watch.calls += [UnitCall(parameters, parts, watch.entry) for parameters, parts in units]
+                return outputs
             z = super().forward(*args, **kwargs)
             if not isinstance(self, LAYERS) or not torch.is_grad_enabled():
                 return z
@@ -109,11 +132,22 @@ def watched_class(cls, watch):
 
 def samples_in(module, watch, values):
     """The leading dimension of the first tensor; 1 where a single sample enters without one."""
+    if isinstance(module, JOINTS):
+        return samples_of_sequences(module, values[0])
     tensor = next(value for value in values if isinstance(value, Tensor) and value.ndim > 0)
     if isinstance(module, LAYERS):
         dims = len(module.kernel_size) if isinstance(module, CONVOLUTIONS) else 0
         return len(tensor) if tensor.ndim > dims + 1 else 1
-    return 1 if watch.is_unbatched else len(tensor)
+    return 1 if watch.is_unbatched else tensor.shape[1 if watch.is_time_first else 0]
+
+
+def samples_of_sequences(module, inputs):
+    """Of a recurrent layer, a cell or an attention that is called by itself."""
+    if isinstance(inputs, PackedSequence):
+        return int(inputs.batch_sizes[0])
+    if isinstance(module, nn.RNNCellBase):
+        return 1 if inputs.ndim == 1 else len(inputs)
+    return 1 if inputs.ndim == 2 else inputs.shape[0 if module.batch_first else 1]
 
 
 def input_matrices(layer, x):
@@ -147,11 +181,12 @@ class Reference:
 
     def __init__(self, net, mode, damping, loss_reduction, averaging=(0.0, 1)):
         """The damping is λ, or a pair ("relative", ρ); the averaging is β and T."""
+        self.rounded = 1e-9 if next(net.model.parameters()).dtype == torch.float64 else 1e-2
         self.model = copy.deepcopy(net.model).double()
         self.dtype = torch.float64
         self.mode, self.damping, self.loss_reduction = mode, damping, loss_reduction
         self.averaging, self.averages = averaging, {}
-        self.watch = Watch(self.model, net.is_unbatched)
+        self.watch = Watch(self.model, net.is_unbatched, net.is_time_first)
         for module in self.model.modules():
             module.__class__ = watched_class(type(module), self.watch)
         self.note_trained()
@@ -195,15 +230,18 @@ class Reference:
 
     def backward(self, loss, retain_graph=False, only=None):
         self.forget_zeros()
-        calls = [call for call in self.watch.calls if self.is_wanted(call.layer, only)]
+        calls = [call for call in self.watch.calls if self.is_wanted(call, only)]
         trained = {name: p for name, p in self.trained.items() if only is None or name in only}
-        wanted = [*(call.probe for call in calls), *trained.values()]
+        probes = [call.probes for call in calls]
+        wanted = [*(probe for its in probes for probe in its), *trained.values()]
         found = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
         reached = []
-        for call, grad in zip(calls, found, strict=False):
-            if grad is not None:
-                reached.append((call, call.rows(grad)))
-        plain = {n: g for n, g in zip(trained, found[len(calls) :], strict=True) if g is not None}
+        for call, its in zip(calls, probes, strict=True):
+            grads, found = found[: len(its)], found[len(its) :]
+            if any(grad is not None for grad in grads):
+                grads = [torch.zeros_like(p) if g is None else g for p, g in zip(its, grads, strict=True)]
+                reached.append((call, call.rows(grads)))
+        plain = {n: g for n, g in zip(trained, found, strict=True) if g is not None}
         entries = {call.entry for call, _ in reached}
         if self.mode == "backward":
             pieces = self.corrected(reached, plain, self.divisor([entries]), edited=False)
@@ -221,9 +259,9 @@ class Reference:
         for name, grad in plain.items():
             self.grads[name] = self.grads[name] + grad if name in self.grads else grad
 
-    def is_wanted(self, layer, only):
-        """Whether a backward pass is for one of the layer's parameters."""
-        names = {self.names[p] for p in layer.parameters() if p in self.names}
+    def is_wanted(self, call, only):
+        """Whether a backward pass is for one of the call's parameters."""
+        names = {self.names[p] for p in call.parameters if p in self.names}
         return bool(names if only is None else names & set(only))
 
     def step(self, closure, inside):
@@ -237,9 +275,7 @@ class Reference:
         for name in names:
             self.grads[name] = self.grads[name] * factor
         for call in self.watch.calls:
-            if call.output_grads is not None and any(
-                self.names.get(p) in names for p in call.layer.parameters(recurse=False)
-            ):
+            if call.output_grads is not None and any(self.names.get(p) in names for p in call.parameters):
                 call.output_grads = [factor * rows for rows in call.output_grads]
         self.facts = {n: (abs(factor) * s if n in names else s, c) for n, (s, c) in self.facts.items()}
         self.is_written_to = True
@@ -258,7 +294,7 @@ class Reference:
     def forget_zeros(self):
         """Zeros that were written are taken for ``zero_grad(set_to_none=False)``: what made them no longer counts."""
         for call in self.watch.calls if self.is_written_to else ():
-            names = [self.names[p] for p in call.layer.parameters(recurse=False) if p in self.names]
+            names = [self.names[p] for p in call.parameters if p in self.names]
             if not any(self.grads[name].any() for name in names if name in self.grads):
                 call.output_grads = None
         self.is_written_to = False
@@ -306,11 +342,14 @@ class Reference:
     def joined(self):
         """The names of the parameters that are solved for together, and each of the others by itself."""
         known = {p: name for name, p in self.model.named_parameters()}  # whether they are trained now or not
-        owners = {}
+        owners, together = {}, []
         for module in self.model.modules():
             if isinstance(module, LAYERS):
                 owners.setdefault(module.weight, []).append(module)
-        together = []
+        for joint in [module for module in self.model.modules() if isinstance(module, JOINTS)]:
+            for unit in units_of(joint):
+                together.append([known[p] for p in unit])
+                owners.pop(unit[0], None)  # of a layer that is a part of it
         for weight, layers in owners.items():
             parameters = [weight, *(layer.bias for layer in layers if layer.bias is not None)]
             together.append(list(dict.fromkeys(known[p] for p in parameters)))
@@ -328,9 +367,12 @@ class Reference:
         """
         by_weight = {}
         for call, dZ in used:
-            by_weight.setdefault(call.layer.weight, []).append((call, dZ))
+            by_weight.setdefault(call.key, []).append((call, dZ))
         result = {n: Expected({n: plain.get(n)}) for n in self.trained}
         for weight, uses in by_weight.items():
+            if isinstance(uses[0][0], UnitCall):
+                self.correct_unit(uses, plain, divisor, edited, result)
+                continue
             biases = list(dict.fromkeys(c.layer.bias for c, _ in uses if c.layer.bias in self.names))
             names = [self.names[p] for p in [weight, *biases] if p in self.names]
             if not names:
@@ -360,22 +402,73 @@ class Reference:
                 piece.size += abs(divisor) * float(dZ.norm()) / (2 * level**0.5)
             explained = dict(zip(names, self.split(torch.cat(explained), weight, biases), strict=True))
             solved = dict(zip(names, self.split(torch.cat(solved), weight, biases), strict=True))
-            for name in names:
-                rest = plain[name] - explained[name]
-                if name not in self.penalised:
-                    if float(rest.norm()) > 1e-9 * terms:
-                        raise RuntimeError(f"the reference does not understand {name}")
-                    rest = 0.0
-                piece.grads[name] = solved[name] + rest
-                del result[name]
-            if self.mode == "step":
-                piece.size = max(norm_of(piece.grads), 1e-4 * piece.size)
-            result[names[0]] = piece
+            self.put_together(piece, plain, explained, solved, terms, result)
         if self.mode == "step":
             all_plain = norm_of(plain)
             for piece in result.values():
                 piece.size = piece.size or max(norm_of(piece.grads), 1e-8 * all_plain)
         return list(result.values())
+
+    def put_together(self, piece, plain, explained, solved, terms, result):
+        """What was solved for, and what is in the gradients besides."""
+        for name in solved:
+            rest = plain[name] - explained[name]
+            if name not in self.penalised:
+                if float(rest.norm()) > 1e-9 * terms:
+                    raise RuntimeError(f"the reference does not understand {name}")
+                rest = 0.0
+            piece.grads[name] = solved[name] + rest
+            del result[name]
+        if self.mode == "step":
+            piece.size = max(norm_of(piece.grads), 1e-4 * piece.size)
+        result[next(iter(solved))] = piece
+
+    def correct_unit(self, uses, plain, divisor, edited, result):
+        """The same of a unit of a module with several products: each of its parts is a problem of its own."""
+        trained = {p: self.names[p] for p in uses[0][0].parameters if p in self.names}
+        trained = {p: name for p, name in trained.items() if name in plain}
+        if not trained:
+            return
+        explained, solved = ({name: torch.zeros_like(p) for p, name in trained.items()} for _ in range(2))
+        piece, terms = Expected({}), 0.0
+        for place, part in enumerate(uses[0][0].parts):
+            weights = [n for n, (p, _) in enumerate(part.weights) if p in trained]
+            biases = [(p, rows) for p, rows in part.biases if p in trained]
+            if not weights and not biases:
+                continue
+            columns = [torch.cat([call.parts[place].X[n] for call, _ in uses]) for n in weights]
+            dZ = torch.cat([rows[place] for _, rows in uses])
+            X = torch.cat([*columns, torch.ones(len(dZ), bool(biases), dtype=dZ.dtype)], dim=1)
+            G = dZ.T @ X
+            if edited:
+                matrices = [plain[trained[part.weights[n][0]]][part.weights[n][1]] for n in weights]
+                sums = [plain[trained[p]][rows] for p, rows in biases]
+                G = torch.cat([*matrices, *([torch.stack(sums).mean(0)[:, None]] if sums else [])], dim=1)
+            moment = X.T @ X
+            level = self.level(moment, len(X))
+            S = moment + level * torch.eye(len(moment), dtype=X.dtype)
+            outside = torch.zeros_like(G)
+            if edited and len(X) < len(S):  # what the rows do not explain is shortened
+                outside = G - G @ torch.linalg.pinv(X) @ X
+                self.must_warn |= bool(outside.norm() > 1e-3 * (dZ.norm() * X.norm() + G.norm()))
+            new = torch.linalg.solve(S, (G - outside).T).T + outside / (moment.trace() + level)
+            first = 0
+            for n, column in zip(weights, columns, strict=True):
+                parameter, rows = part.weights[n]
+                here, first = slice(first, first + column.shape[1]), first + column.shape[1]
+                explained[trained[parameter]][rows] = G[:, here]
+                solved[trained[parameter]][rows] = divisor * new[:, here]
+            for parameter, rows in biases:
+                explained[trained[parameter]][rows] = plain[trained[parameter]][rows] if edited else G[:, -1]
+                solved[trained[parameter]][rows] = divisor * new[:, -1] / len(biases)
+            terms += float(dZ.norm() * X.norm()) + float(G.norm())
+            values = torch.linalg.eigvalsh(S)
+            least = max(float(values[0]), torch.finfo(S.dtype).eps * float(values[-1]))  # below it is rounding
+            if edited and len(X) < len(S) and torch.linalg.matrix_rank(X, rtol=self.rounded) < len(X):
+                least = 0.0  # what of an edit is in the span of such rows, rounding decides
+            piece.condition = max(piece.condition, float(values[-1]) / least if least else inf)
+            piece.size += abs(divisor) * float(dZ.norm()) / (2 * level**0.5)
+        self.put_together(piece, plain, explained, solved, terms, result)
 
     def level(self, moment, rows):
         """λ for the second moment of so many rows."""

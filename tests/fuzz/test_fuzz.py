@@ -4,10 +4,13 @@ More of them: ``python -m fuzz --minutes 60 --mode step`` (with ``tests`` and ``
 fails ``python -m fuzz --seed 123 --shrink``.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import consequent
+from consequent.statistics.joint import JointInputs
 from fuzz.gradient_penalty import check_gradient_penalty
 from fuzz.run import Case, run
 
@@ -85,6 +88,20 @@ def test_a_fault_of_averages_is_found(monkeypatch, fault):
         consequent, "attach", lambda o, m, **options: attach(o, m, **(options | FAULTS_OF_AVERAGES[fault]))
     )
     assert failures(seeds, "step") > len(seeds) / 2
+
+
+@MODES
+def test_a_fault_of_units_is_found(monkeypatch, mode):
+    """Of modules with several products inside, in loops with nothing but theirs wrong."""
+    seeds = [seed for seed in range(100) if Case(seed, mode).net.kind == "units"]
+    assert len(seeds) > 10
+    right = JointInputs.solve_for
+
+    def wrong(self, gradients, damping, **options):
+        return right(self, gradients, replace(damping, value=1.01 * damping.value), **options)
+
+    monkeypatch.setattr(JointInputs, "solve_for", wrong)
+    assert failures(seeds, mode) > len(seeds) / 2
 
 
 def failures(seeds, mode):

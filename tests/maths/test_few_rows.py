@@ -44,6 +44,37 @@ def test_rows_that_are_there_twice():
     assert reference.relative_error(found.gradient.numpy(), expected) < 1e-9
 
 
+@pytest.mark.parametrize("apart", [1e-3, 1e-6, 1e-8, 1e-12, 0.0])
+@pytest.mark.parametrize("damping", [1e-3, 0.1])
+def test_rows_that_are_nearly_dependent_keep_their_digits(damping, apart):
+    """Of squares of small differences, none would be left."""
+    X = 3 + apart * normal(4, 20)
+    dZ = normal(4, 3, seed=1)
+    found = solve_in_span(X, dZ.T @ X, Damping(damping).level(4, 20))
+    expected = reference.consequential_gradient(X.numpy(), dZ.numpy(), damping)
+    condition = reference.condition_number(X.numpy(), damping)
+    assert reference.relative_error(found.gradient.numpy(), expected) < 10 * torch.finfo(torch.float64).eps * condition
+    assert found.outside == 0
+
+
+@pytest.mark.parametrize("damping", [1e-10, 1e-3, 1.0])
+def test_what_is_outside_of_dependent_rows_is_only_shortened(damping):
+    """However small λ is, and although rounding has rows in every direction."""
+    X = torch.cat([normal(6, 4), normal(6, 1) * normal(1, 7, seed=2)], dim=1)  # of rank 5
+    G = normal(6, 3, seed=1).T @ X
+    edited = G.clone()
+    edited[1, 9] += 5.0
+    level = Damping(damping).level(6, 11)
+    plain, found = solve_in_span(X, G, level), solve_in_span(X, edited, level)
+    assert plain.outside == 0
+    assert found.outside > 1e-3
+    inside = (edited - G) @ torch.linalg.pinv(X) @ X
+    outside = edited - G - inside
+    inside = torch.linalg.solve(X.T @ X + damping * torch.eye(11, dtype=X.dtype), inside.T).T
+    expected = plain.gradient + inside + outside / (X.square().sum() + damping)
+    torch.testing.assert_close(found.gradient, expected, rtol=1e-4, atol=1e-4 * float(expected.norm()))
+
+
 @pytest.mark.parametrize("damping", [0.0, 0.1])
 def test_rows_of_zeros(damping):
     found = solve_in_span(torch.zeros(3, 5), torch.zeros(2, 5), Damping(damping, relative=True).level(3, 5))

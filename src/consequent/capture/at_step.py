@@ -38,7 +38,7 @@ class StepCorrector:
         damping_of: λ for a parameter.
         averages: of moments, over steps.
         largest_block_of: how many features of a parameter's layer are solved for together; None: all of them.
-        are_apart: whether parameters lie in more than one optimiser.
+        are_apart: whether parameters lie in more than one parameter group.
         keep_rows: whether inputs and output gradients are kept although their moment would do.
     """
 
@@ -211,7 +211,11 @@ class StepCorrector:
         records = self._running.pop(backward_pass, {})
         for record in records:
             record.mark_accumulated()
-        note_sizes(record for record in records if self._are_apart(p for p, _ in record.accumulated))
+        note_sizes(
+            record
+            for record in records
+            if self._are_apart(p for p, _ in record.accumulated) and not is_sharded(record.weight)
+        )
 
     # ---- between passes ---------------------------------------------------------------------------------------------
 

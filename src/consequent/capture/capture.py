@@ -152,10 +152,6 @@ class Capture:
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
-    def called_without_graph(self, layer: nn.Module) -> None:
-        """A layer was called where no graph is built."""
-        self.entries.called_without_graph(layer)
-
     def use_of(
         self,
         layer: nn.Module,

@@ -50,7 +50,7 @@ class JointWatch:
             return plain(layer, *args, **kwargs)
         if not torch.is_grad_enabled():
             for capture in self.captures:
-                capture.called_without_graph(layer)
+                capture.entries.called_without_graph()
             return plain(layer, *args, **kwargs)
         with _Looking(self) as looking:
             outputs = plain(layer, *args, **kwargs)

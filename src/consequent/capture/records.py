@@ -36,9 +36,10 @@ class Record:
         passes: the backward passes in ``.grad``, each with an entry whose samples it was for; some repeatedly.
         accumulated: marks on the gradients as the last backward pass left them.
         corrected: marks on the gradients as the last correction left them.
-        sizes: of its gradients then, where the weight and its biases lie in different optimisers.
+        sizes: of its gradients then, where the weight and its biases lie in different parameter groups.
         was_written_to: whether somebody wrote to ``.grad`` between two backward passes.
         accumulated_on_corrected: whether a backward pass was added to a gradient that had been corrected already.
+        was_zeroed_in_part: whether only some of its gradients were emptied between two backward passes.
         has_output_grads: whether some ΔZ was not all zeros, as far as that was looked at.
         was_left_zero: whether the last backward pass left all gradients zero, asked where the inputs are gone.
         keeps_inputs: whether inputs are kept to be sent to other ranks, as their moment would be more bytes.
@@ -55,6 +56,7 @@ class Record:
     sizes: dict[Tensor, Tensor] = field(default_factory=dict)
     was_written_to: bool = False
     accumulated_on_corrected: bool = False
+    was_zeroed_in_part: bool = False
     has_output_grads: bool = False
     was_left_zero: bool = False
     keeps_inputs: bool = False
@@ -131,6 +133,7 @@ class Record:
         if self.beside:
             self.beside = Beside()
         self.was_written_to = self.accumulated_on_corrected = self.has_output_grads = False
+        self.was_zeroed_in_part = False
         self.accumulated, self.passes, self.sizes = [], [], {}
 
     def begin_backward_pass(self, grad: Tensor | None) -> None:
@@ -154,8 +157,10 @@ class Record:
                 self.clear()
         elif self._is_zeroed():
             self.clear()
-        elif not self.is_untouched():
-            self.was_written_to = True
+        else:
+            self.was_zeroed_in_part = self.was_zeroed_in_part or self._is_zeroed_in_part()
+            if not self.is_untouched():
+                self.was_written_to = True
 
     def _left_corrected(self) -> list[tuple[Tensor, GradMark]]:
         """The gradients that a correction wrote and that are still there, with its marks; zeroed ones as well."""
@@ -189,6 +194,19 @@ class Record:
         for use in self.uses:
             self._look_at(use)
         return self.has_output_grads and self._has_inputs()
+
+    def _is_zeroed_in_part(self) -> bool:
+        """Whether a gradient is gone that the last backward pass left, while others are still there."""
+        for parameter, mark in self.accumulated:
+            grad = parameter.grad
+            if mark.is_of_nothing or not parameter.requires_grad or mark.holds(grad):
+                continue
+            if grad is None:
+                return True
+            size = self.sizes.get(parameter)  # known where parameters lie in several groups
+            if size is not None and answers_at_once(grad) and not is_nonzero(grad) and bool(size[0] > 0):
+                return True
+        return False
 
     def _look_at(self, use: Use) -> None:
         """Whether its ΔZ is not all zeros; not asked on a GPU."""

@@ -1,7 +1,7 @@
 """How many samples the loss was averaged over: N in the paper, one number for all layers."""
 
 import sys
-from collections import deque
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import FrameType
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from consequent.capture.torch_internals import (
+    PYTHON_NODE,
     backward_pass_id,
     graph_is_being_captured,
+    nodes_being_made,
+    running_node,
     transforms_are_active,
     unwrapped_if_left,
 )
 from consequent.capture.use import Entry
-
-# Calls without a graph that may still be recomputed; a model that never is must not gather them.
-MOST_CALLS_BEFORE_BACKWARD = 4096
 
 
 class Entries:
@@ -34,7 +34,7 @@ class Entries:
         self._model = model
         self._before_entry = before_entry
         self._open: list[tuple[nn.Module, Entry | None]] = []
-        self._without_graph: dict[nn.Module, deque[Entry]] = {}
+        self._checkpointed: weakref.WeakKeyDictionary[Any, Entry] = weakref.WeakKeyDictionary()
         self.latest: Entry | None = None  # that builds a graph
         self.looks_at_tokens = False  # whether to see if the loss is a mean over tokens
 
@@ -72,7 +72,7 @@ class Entries:
             samples: how many these have.
             is_batched: whether they have a leading dimension of samples.
         """
-        entry = self._entry_recomputed(layer) if self._without_graph else None
+        entry = self._entry_recomputed() if self._checkpointed else None
         if entry is None and self._open:
             entry = self._open[0][1]
         if entry is None:
@@ -84,24 +84,21 @@ class Entries:
             entry.samples = max(samples, 1)  # they are in no leading dimension of what entered the model
         return entry
 
-    def called_without_graph(self, layer: nn.Module) -> None:
-        """Reentrant checkpointing calls a layer without a graph, and again in the backward pass, outside of the model.
+    def called_without_graph(self) -> None:
+        """A layer is called where no graph is built: reentrant checkpointing will call it again, outside of the model.
 
-        The second call belongs to the entry of the first.
+        The second call belongs to the entry of the first, which is known by the node that recomputes it.
         """
-        entry = self._open[0][1] if self._open else None
-        if entry is not None and entry.builds_graph and not torch.is_grad_enabled():  # otherwise an evaluation
-            self._without_graph.setdefault(layer, deque(maxlen=MOST_CALLS_BEFORE_BACKWARD)).append(entry)
+        entry = self._entry_recomputed() if self._checkpointed else None  # one segment inside of another
+        if entry is None and self._open:
+            entry = self._open[0][1]
+        if entry is not None and entry.builds_graph:  # otherwise an evaluation
+            for node in nodes_being_made():
+                self._checkpointed[node] = entry
 
-    def _entry_recomputed(self, layer: nn.Module) -> Entry | None:
-        entries = self._without_graph.get(layer)
-        if not entries or backward_pass_id() == -1:
-            return None
-        return entries.pop()  # the backward pass goes through the calls in reverse
-
-    def forget_calls(self) -> None:
-        """What was called without a graph will not be recomputed any more."""
-        self._without_graph.clear()
+    def _entry_recomputed(self) -> Entry | None:
+        node = running_node() if backward_pass_id() != -1 else None
+        return self._checkpointed.get(node) if isinstance(node, PYTHON_NODE) else None
 
     def count(self, groups: Iterable[Iterable[Entry]]) -> int:
         """The samples of several backward passes, each with the entries that took part in it.

@@ -1,8 +1,8 @@
-"""A weight and its bias in two optimisers, whose gradients were scaled by different numbers since the backward pass.
+"""A weight and its bias in two parameter groups, whose gradients were scaled by different numbers since their pass.
 
-A GradScaler unscales the gradients of one optimiser after the other's, and each optimiser's may be clipped by itself.
-The two are solved for together, which wants them in one unit: a bias's gradient is brought to that of its weight, and
-the new one back to its own. So each optimiser's update is scaled by its own number.
+A GradScaler unscales the gradients of one optimiser after the other's, and each optimiser's, or each group's, may be
+clipped by itself. The two are solved for together, which wants them in one unit: a bias's gradient is brought to that
+of its weight, and the new one back to its own. So each group's update is scaled by its own number.
 
 Nothing is waited for on a GPU: the numbers stay on the device.
 """

@@ -4,10 +4,11 @@ PyTorch asks itself these questions through the same names (``torch.utils.checkp
 That all of them exist is tested when this module is imported.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from operator import attrgetter
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -52,6 +53,19 @@ def running_node() -> Node | None:
     """The node of the graph that the running backward pass is at."""
     node: Node | None = torch._C._current_autograd_node()
     return node
+
+
+PYTHON_NODE = torch.autograd.function.BackwardCFunction  # of functions written in Python
+
+
+def nodes_being_made() -> Iterator[Any]:
+    """Those nodes of Python functions whose forward pass is under way, the innermost one first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        node = frame.f_locals.get("ctx") if frame.f_code.co_name == "forward" else None
+        if isinstance(node, PYTHON_NODE):
+            yield node
+        frame = frame.f_back
 
 
 def will_run(node: Node | None) -> bool:

@@ -154,7 +154,7 @@ class Watch:
             return plain(layer, *args, **kwargs)
         if not torch.is_grad_enabled():
             for capture in self.captures:
-                capture.called_without_graph(layer)
+                capture.entries.called_without_graph()
             return plain(layer, *args, **kwargs)
         parameters = layer._parameters
         if "weight" not in parameters or ("bias" not in parameters and hasattr(layer, "bias")):

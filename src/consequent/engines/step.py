@@ -97,7 +97,7 @@ class Rewriter:
                     for use in record.uses:
                         use.refuse_overwritten_inputs()
         except RuntimeError as error:
-            self._clear()
+            self._corrector.clear()
             if self.exchange is None:
                 raise
             failure = error  # first tell the others, who would wait
@@ -164,11 +164,7 @@ class Rewriter:
         finally:
             self._filled = []
             self._steps += 1
-            self._clear()
-
-    def _clear(self) -> None:
-        self._corrector.clear()
-        self._capture.entries.forget_calls()
+            self._corrector.clear()
 
     def _name(self, record: Record) -> str:
         return self._capture.names[record.first_use.layer]

@@ -86,7 +86,7 @@ def _stack(function: Any, args: tuple[Any, ...], enter: Enter) -> Any:
         mine = [weights[place * each : (place + 1) * each] for place in range(layers * directions)][of_layer]
         first = [kept[of_layer] for kept in states]
         units = [_unit(its[: 4 if has_biases else 2], _is_gru(function)) for its in mine]
-        entered = enter([inputs, first[0]], units, samples, batch_first)
+        entered = enter([inputs, first[0]], units, samples, batch_first and samples > 1)  # one may have had no batch
         x, hidden = entered.inputs
         used = [p for its, taken in zip(mine, entered.parameters, strict=True) for p in (*taken, *its[len(taken) :])]
         begin = (hidden, *first[1:]) if len(first) > 1 else hidden

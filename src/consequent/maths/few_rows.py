@@ -27,8 +27,8 @@ class InSpan(NamedTuple):
     Attributes:
         gradient: ``[out_features, columns]``, float64.
         trace: of ``X Xᵀ``.
-        outside: how much of G is outside of the span, in units of the sizes that were added up for it; 0 where that is
-            no more than this computation leaves there.
+        outside: how much of G is outside of the span, in units of the sizes that were added up for it; 0 where that may
+            be rounding: what was added up for G may have been larger, and have cancelled.
     """
 
     gradient: Tensor
@@ -51,16 +51,28 @@ def solve_in_span(rows: Tensor, gradient: Tensor, level: Level) -> InSpan:
     X, G = rows.double(), gradient.double()
     gram = X @ X.mT
     trace = gram.diagonal().sum()
-    rounding = max((_ROUNDINGS * torch.finfo(gradient.dtype).eps) ** 2, len(gram) * torch.finfo(gram.dtype).eps)
-    least = torch.where(trace > 0, rounding * trace, 1)
-    damped = torch.maximum(level.at(trace), least)
-    explained = _solve(G @ X.mT, gram, least)
+    of_gradient = _ROUNDINGS * torch.finfo(gradient.dtype).eps
+    of_gram = len(gram) * torch.finfo(gram.dtype).eps
+    rounding = max(of_gradient**2, of_gram)
+    factor, least = _factor(gram, rounding)
+    explained = torch.cholesky_solve((G @ X.mT).mT, factor).mT
     rest = G - explained @ X
     sizes = explained.norm() * X.norm() + G.norm()
     outside = torch.where(sizes > 0, (rest.norm() / sizes - rounding**0.5).clamp(min=0), 0)
-    return InSpan(_solve(explained, gram, damped) @ X + rest / (trace + damped), trace, outside)
+    if of_gradient**2 < of_gram:  # squares have lost half of the digits that G has: once more, unless it was edited
+        Q = torch.linalg.solve_triangular(factor, X, upper=False)  # its rows are nearly orthonormal
+        coefficients = torch.cholesky_solve((G @ Q.mT).mT, _factor(Q @ Q.mT, of_gram)[0]).mT
+        exactly = torch.linalg.solve_triangular(factor, coefficients, upper=False, left=False)
+        explained = torch.where(outside > 0, explained, exactly)
+        rest = G - explained @ X
+    damped = torch.maximum(level.at(trace), least)
+    factor, _ = torch.linalg.cholesky_ex(add_to_diagonal(gram, damped[None, None]))
+    new = torch.cholesky_solve(explained.mT, factor).mT @ X
+    return InSpan(new + rest / (trace + damped), trace, outside)
 
 
-def _solve(values: Tensor, gram: Tensor, added: Tensor) -> Tensor:
-    factor, _ = torch.linalg.cholesky_ex(add_to_diagonal(gram, added[None, None]))
-    return torch.cholesky_solve(values.mT, factor).mT
+def _factor(gram: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
+    """The Cholesky factor of a Gram matrix, and what was added to its diagonal: the rounding of its trace."""
+    trace = gram.diagonal().sum()
+    added = torch.where(trace > 0, rounding * trace, 1)
+    return torch.linalg.cholesky_ex(add_to_diagonal(gram, added[None, None]))[0], added

@@ -102,8 +102,8 @@ class Groups:
         return not self._optimizers or parameter in self._group_of
 
     def are_apart(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether the parameters lie in more than one optimiser."""
-        return self.are_several and len({id(self._optimizer_of.get(p)) for p in parameters}) > 1
+        """Whether the parameters lie in more than one group, of one optimiser or of several."""
+        return len(self._seen) > 1 and len({id(self._group_of.get(p)) for p in parameters}) > 1
 
     def parameters(self) -> list[Tensor]:
         """All parameters that a step changes."""

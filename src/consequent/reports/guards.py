@@ -104,6 +104,12 @@ def refuse_corrected_before(records: Iterable[Record], capture: Capture, others:
                 f"{name_of(record)}: this backward pass was added to a gradient that had been corrected already. "
                 "Call zero_grad() of every optimiser, or of the model, between a step and the next backward pass."
             )
+        if record.was_zeroed_in_part:
+            raise RuntimeError(
+                f"{name_of(record)}: between two backward passes some of its gradients were emptied (zero_grad() of "
+                "one optimiser?) and others were not, so that they are of different samples. Zero all of them there "
+                'or none, or attach with at="backward".'
+            )
         for other in others:
             theirs = other.records.get(record.weight)
             if theirs is None or not any(map(theirs.has_just_corrected, record.members)):

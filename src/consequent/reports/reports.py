@@ -152,6 +152,15 @@ class Reports(Tally):
             "hand, pass process_group=torch.distributed.group.WORLD; if each trains its own, pass across_ranks=False.",
         )
 
+    def optimizer_gone(self) -> None:
+        """A backward pass went through a model whose optimiser was thrown away."""
+        self._warn_once(
+            "gone",
+            "the optimiser that consequent was attached to no longer exists, and with it the correction: this model's "
+            "gradients are plain ones. Keep a reference to the optimiser, or attach to the one that steps now; if "
+            "plain gradients are what you want, call correction.detach() before you throw the optimiser away.",
+        )
+
     def all_frozen(self, optimizer: str) -> None:
         """There is nothing to correct, for now."""
         self._warn_once(

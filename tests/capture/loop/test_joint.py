@@ -148,6 +148,27 @@ def test_scaled_gradients_are_solved_for_scaled(factor):
     check_same_grads(model, twin)
 
 
+@pytest.mark.parametrize("samples", [1, 5])
+def test_groups_that_are_scaled_apart_are_solved_for_together(samples):
+    model, twin = made(nn.LSTM)
+    groups = [[p for p in model.parameters() if p.ndim == dims] for dims in (2, 1)]
+    optimizer = torch.optim.SGD([{"params": group} for group in groups], lr=0.05)
+    correction = consequent.attach(optimizer, model, relative_damping=DAMPING[1], loss_reduction="sum")
+    x = normal(samples, 4, 3)
+    squares(model(x)).sum().backward()
+    for group, factor in zip(groups, (0.5, 0.01), strict=True):
+        for parameter in group:
+            parameter.grad.mul_(factor)
+    optimizer.step()
+    expected = Expected(twin)
+    squares(expected(x)).sum().backward()
+    expected.correct()
+    for parameter in twin.parameters():
+        parameter.grad *= 0.5 if parameter.ndim == 2 else 0.01
+    check_same_grads(model, twin)
+    assert correction.counters.edited == 0
+
+
 @pytest.mark.parametrize("at", AT)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_a_penalty_on_the_weights_stays_as_it_is(kind, at):
@@ -237,6 +258,16 @@ def test_a_gradient_that_is_differentiated_in_turn_leaves_the_layer_plain(how, a
             optimizer.step()
     check_same_grads(model.recurrent, twin.recurrent)
     assert "create_graph" in correction.plain["recurrent"]
+
+
+def test_that_nothing_is_left_to_correct_is_said_with_its_cause():
+    model, _ = made(nn.RNN)
+    _kept, correction = attached(model, include="recurrent")
+    x = normal(5, 4, 3).requires_grad_()
+    (grad,) = torch.autograd.grad(model.recurrent(x)[0].square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    with pytest.raises(RuntimeError, match=r"every layer keeps its plain gradient: layer 'recurrent', .*create_graph"):
+        correction.step()
 
 
 @pytest.mark.parametrize("at", AT)
@@ -391,8 +422,6 @@ def test_a_forward_of_its_own_around_that_of_torch(at):
     squares(model.recurrent(x)[0]).sum().backward()
     correction.step()
     loops = Loops(twin.recurrent)
-    for unit in (unit for directions in loops.units for unit in directions):
-        unit.kind = "GRU"
     squares(torch.stack(loops(list((2 * x).unbind(0))))).sum().backward()
     loops.correct(DAMPING)
     check_same_grads(model.recurrent, twin.recurrent)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import reference
 import torch
+from attention_reference import Naive
 from torch import nn
 
 import consequent
@@ -16,72 +17,6 @@ E, HEADS = 4, 2
 
 def normal(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-class Projection:
-    """Rows of a weight and a bias, and what they met."""
-
-    def __init__(self, weight, bias, rows=slice(None), bias_rows=slice(None)):
-        self.weight, self.bias, self.rows, self.bias_rows = weight, bias, rows, bias_rows
-        self.seen = []
-
-    def __call__(self, x):
-        z = x @ self.weight[self.rows].T
-        if self.bias is not None:
-            z = z + self.bias[self.bias_rows]
-        zero = torch.zeros_like(z, requires_grad=True)
-        self.seen.append((x.detach(), zero))
-        return z + zero
-
-    def correct(self, damping, scale):
-        X = torch.cat([x.flatten(0, -2) for x, _ in self.seen])
-        if self.bias is not None:
-            X = torch.cat([X, torch.ones(len(X), 1, dtype=X.dtype)], dim=1)
-        dZ = torch.cat([zero.grad.flatten(0, -2) for _, zero in self.seen])
-        new = torch.as_tensor(reference.consequential_gradient(X.numpy(), dZ.numpy(), damping)) * scale
-        self.weight.grad[self.rows] = new[:, : self.weight.shape[1]]
-        if self.bias is not None:
-            self.bias.grad[self.bias_rows] = new[:, -1]
-
-
-class Naive:
-    """``[samples, length, E]``, one after the other and head after head."""
-
-    def __init__(self, module):
-        self.module = module
-        blocks = [slice(at * E, (at + 1) * E) for at in range(3)]
-        weights = [(module.in_proj_weight, block) for block in blocks]
-        if module.in_proj_weight is None:
-            weights = [(getattr(module, f"{one}_proj_weight"), slice(None)) for one in "qkv"]
-        bias = module.in_proj_bias
-        self.ins = [Projection(w, bias, rows, block) for (w, rows), block in zip(weights, blocks, strict=True)]
-        self.out = Projection(module.out_proj.weight, module.out_proj.bias)
-
-    def __call__(self, query, key, value, mask=None, padding=None):
-        q, k, v = (project(x) for project, x in zip(self.ins, (query, key, value), strict=True))
-        if self.module.bias_k is not None:
-            k = torch.cat([k, self.module.bias_k.expand(len(k), 1, E)], dim=1)
-            v = torch.cat([v, self.module.bias_v.expand(len(v), 1, E)], dim=1)
-        if self.module.add_zero_attn:
-            k, v = (torch.cat([x, x.new_zeros(len(x), 1, E)], dim=1) for x in (k, v))
-        samples = []
-        for number in range(len(q)):
-            heads = []
-            for head in torch.arange(E).chunk(HEADS):
-                scores = q[number][:, head] @ k[number][:, head].T / len(head) ** 0.5
-                length = key.shape[1]
-                if mask is not None:
-                    scores = torch.cat([scores[:, :length].masked_fill(mask, -torch.inf), scores[:, length:]], dim=1)
-                if padding is not None:
-                    blank = torch.cat([padding[number], padding.new_zeros(scores.shape[1] - length)])
-                    scores = scores.masked_fill(blank, -torch.inf)
-                heads.append(scores.softmax(-1) @ v[number][:, head])
-            samples.append(torch.cat(heads, dim=-1))
-        return self.out(torch.stack(samples))
-
-    def correct(self, damping, scale=1.0):
-        for projection in (*self.ins, self.out):
-            projection.correct(damping, scale)
 
 
 OPTIONS = {

@@ -243,6 +243,24 @@ def test_one_accumulates_while_the_other_steps_in_the_backward_pass(who):
     check_same(model, twin)
 
 
+@pytest.mark.parametrize("to_none", [True, False], ids=["None", "zeros"])
+@pytest.mark.parametrize("who", [0, 1], ids=["weights", "biases"])
+@pytest.mark.parametrize("samples", [2, 20])
+def test_only_one_is_zeroed_between_micro_batches(samples, who, to_none):
+    model = make_model()
+    optimizers = two_optimizers(model)
+    consequent.attach(optimizers, model)
+    half_squares(model(inputs(samples))).backward()
+    optimizers[who].zero_grad(set_to_none=to_none)
+    half_squares(model(inputs(samples, 1))).backward()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="layer '3': between two backward passes some of its gradients were emptied"):
+        optimizers[0].step()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    zero_all(optimizers)  # and then it goes on
+    step_once(model, inputs(samples), optimizers[0])
+
+
 @pytest.mark.parametrize("sizes", [(2, 1), (20, 3), (2, 9)])
 def test_micro_batches(sizes):
     model = make_model()
@@ -409,12 +427,13 @@ def test_a_scaler_with_fused_optimizers(fused):
     assert correction.counters.edited == 0
 
 
+@pytest.mark.parametrize("are_groups", [False, True], ids=["optimisers", "groups"])
 @pytest.mark.parametrize("samples", [3, 20])
-def test_each_is_clipped_by_itself(samples):
-    """Scaling an optimiser's gradients by a number scales its update by it."""
+def test_each_is_clipped_by_itself(samples, are_groups):
+    """Scaling the gradients of an optimiser, or of a parameter group, by a number scales its update by it."""
     model = make_model()
     twin = twin_of(model)
-    optimizers = two_optimizers(model)
+    optimizers = [one_optimizer(model)] if are_groups else two_optimizers(model)
     correction = consequent.attach(optimizers, model)
     x = inputs(samples)
     half_squares(model(x)).backward()
