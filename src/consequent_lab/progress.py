@@ -34,10 +34,6 @@ class Watcher:
 class ProgressBoard(LiveDisplay):
     """Shows any number of runs.
 
-    Args:
-        screen: where.
-        clock: seconds from any moment on.
-
     Example:
         with ProgressBoard(screen) as board:
             train(config, folder, device, watcher=board.run("C-SGD, seed 0"))

@@ -28,27 +28,16 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True)
 class Conditions:
-    """What the processes need to know of the race.
-
-    Attributes:
-        task: its name.
-        tiny: whether its tiny form is run.
-        epochs: others than the task's own.
-        place: of the data.
-        device: "cpu" or "cuda".
-        graph: whether steps may be CUDA graphs.
-        trials: of every contestant.
-        deadline: by `time.time()`, when to stop; None is never.
-    """
+    """What the processes need to know of the race."""
 
     task: str
     tiny: bool = False
-    epochs: int | None = None
-    place: Path | None = None
+    epochs: int | None = None  # others than the task's own
+    place: Path | None = None  # of the data
     device: str = "cpu"
-    graph: bool = True
+    graph: bool = True  # steps may be CUDA graphs
     trials: int = 12
-    deadline: float | None = None
+    deadline: float | None = None  # by `time.time()`
 
     def the_task(self) -> Task:
         """Returns the task."""
@@ -158,16 +147,10 @@ def race(
     searched: Results,
     say: Callable[[str], None],
 ) -> bool:
-    """Runs what is missing and returns whether nothing is.
+    """Runs what is missing of some contestants, in the order of work, and returns whether nothing is.
 
-    Args:
-        conditions: of all jobs.
-        names: the contestants, in the order of work.
-        seeds: finals of each.
-        workers: jobs at a time, a process each; 1 stays in this process.
-        results: where lines are kept.
-        searched: where the settings come from: the same, or those of the task whose search is taken over.
-        say: shows a sentence.
+    Lines are kept in `results`; the settings of finals come from those that were `searched`: the same, or those of the
+    task whose search is taken over. So many workers are so many processes, but one stays in this process.
     """
 
     def report(line: Line) -> None:
