@@ -340,15 +340,12 @@ def _commit(folder: Path) -> str | None:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds a lock that the system takes back when the process ends, however it ends."""
-    lock = FileLock(path, timeout=0)
     try:
-        lock.acquire()
+        lock = FileLock(path, timeout=0).acquire()
     except Timeout as error:
         raise BlockingIOError(f"{path.parent} is being written to by another process") from error
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 def checkpoint_seal(payload: "bytes | memoryview") -> bytes:
