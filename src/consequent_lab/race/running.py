@@ -157,45 +157,37 @@ def race(
         results.add(line)
         say(sentence(results.task, line))
 
-    waiting: deque[tuple[str, int | None, Settings | None]] = deque()
+    def finals(name: str, settings: Settings) -> list[tuple[Any, ...]]:
+        there = {line["seed"] for line in results.finals(name)}
+        return [(final, name, settings, seed) for seed in range(seeds) if seed not in there]
+
+    waiting: deque[tuple[Any, ...]] = deque()  # a job, a name, and what else the job needs
     for name in names:
         if results is searched and len(results.trials(name)) < conditions.trials:
-            waiting.append((name, None, None))
-            continue
-        best = searched.best(name)
-        if best is None:
+            waiting.append((search, name, results.trials(name)))
+        elif (best := searched.best(name)) is not None:
+            waiting.extend(finals(name, best["settings"]))
+        else:
             say(f"{name}: there is no search of {searched.task.name} to take the settings from")
-            continue
-        waiting.extend((name, seed, best["settings"]) for seed in _missing(results, name, seeds))
     is_whole = True
-    running: dict[Future[Outcome], tuple[str, int | None]] = {}
+    running: dict[Future[Outcome], tuple[Any, ...]] = {}
     with Pool[Line](workers, report) as pool:
         while waiting or running:
             while waiting and len(running) < workers:
-                name, seed, settings = waiting.popleft()
-                if settings is None or seed is None:
-                    future = pool.submit(attempted, search, conditions, name, results.trials(name))
-                else:
-                    future = pool.submit(attempted, final, conditions, name, settings, seed)
-                running[future] = name, seed
+                job, name, *needed = waiting.popleft()
+                running[pool.submit(attempted, job, conditions, name, *needed)] = job, name
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
-                name, seed = running.pop(future)
+                job, name = running.pop(future)
                 outcome = future.result()
                 if outcome.error:
                     say(f"{name}: {outcome.error}")
                 if outcome.error or outcome.is_out_of_time:
                     is_whole = False
-                elif seed is None and outcome.settings is not None:
+                elif job is search and outcome.settings is not None:
                     # Before other searches: a table of some contestants is worth more than many searches.
-                    missing = _missing(results, name, seeds)
-                    waiting.extendleft((name, seed, outcome.settings) for seed in reversed(missing))
+                    waiting.extendleft(reversed(finals(name, outcome.settings)))
     return is_whole
-
-
-def _missing(results: Results, name: str, seeds: int) -> list[int]:
-    there = {line["seed"] for line in results.finals(name)}
-    return [seed for seed in range(seeds) if seed not in there]
 
 
 def sentence(task: Task, line: Line) -> str:
