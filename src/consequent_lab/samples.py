@@ -75,6 +75,10 @@ class Data:
         """Returns the same on a device."""
         return Data(self.train.to(device), self.test.to(device))
 
+    def first(self, samples: int) -> "Data":
+        """Returns the first of the training samples, and all test samples."""
+        return Data(self.train[:samples], self.test)
+
     def with_validation(self) -> "Data":
         """Returns the training data alone, its last tenth as the test data: a search is not to see the real ones."""
         kept = len(self.train) - max(1, len(self.train) // 10)

@@ -32,6 +32,7 @@ class Task:
     metric: Literal["accuracy", "psnr", ""] = ""  # beside the loss
     evaluated: int | None = None  # training samples, the first ones; None is all
     search_epochs: int | None = None  # of a trial in the search, if fewer
+    search_samples: int | None = None  # of the training data, the first ones, that a search has, if not all
     loss_reduction: str = "mean"  # what the loss is divided by, as `consequent.attach` wants it
     augment: Augmentation | None = None
     searches_decay: bool = False  # weight decay is a knob of every contestant
@@ -64,6 +65,7 @@ class Task:
             "evaluations": self.evaluations,
             "search_epochs": self.search_epochs,
             "settings_from": self.settings_from,
+            **({} if self.search_samples is None else {"search_samples": self.search_samples}),
         }
 
     def with_epochs(self, epochs: int) -> "Task":
