@@ -26,21 +26,13 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class SeenRun:
-    """A run as it is compared.
+    """A run as it is compared."""
 
-    Attributes:
-        label: of the run up to its seed.
-        seed: of the run.
-        outcome: "finished", "diverged" or "running".
-        lines: of metrics, each with an iteration.
-        seconds: of training so far; None where it was not measured.
-    """
-
-    label: str
+    label: str  # up to its seed
     seed: int
-    outcome: str
-    lines: list[Line]
-    seconds: float | None
+    outcome: str  # "finished", "diverged" or "running"
+    lines: list[Line]  # of metrics, each with an iteration
+    seconds: float | None  # of training so far, where it was measured
 
     @property
     def iterations(self) -> int:

@@ -35,15 +35,9 @@ REHEARSED_STEPS = 2  # the correction looks at its layers in the first one, and 
 
 
 class ConfiguredLearner(Learner):
-    """The learner of a config, whose state can be kept and gone on from.
+    """The learner of a config, whose state can be kept and gone on from; ranks share the run out among themselves.
 
     Nothing is trained before :meth:`settle`.
-
-    Args:
-        config: what is asked for.
-        dataset: as it was read.
-        device: where everything is to live.
-        ranks: the ranks that share the run out among themselves.
     """
 
     def __init__(
@@ -151,11 +145,7 @@ class ConfiguredLearner(Learner):
         }
 
     def settle(self, state: dict[str, Any] | None = None) -> None:
-        """Makes everything ready to train on from a state, always in the same way.
-
-        Args:
-            state: from :meth:`state_dict`; None is the present one.
-        """
+        """Makes everything ready to train on from a state of :meth:`state_dict`, or from the present one."""
         state = self.state_dict() if state is None else state
         try:
             self.model.load_state_dict(state["model"])
@@ -261,13 +251,7 @@ def model_of(config: TrainConfig, dataset: Dataset) -> nn.Module:
 
 
 def build_model(config: TrainConfig, shape: tuple[int, ...], outputs: int) -> nn.Sequential:
-    """Returns one of the lab's models with the seed's first weights.
-
-    Args:
-        config: names the model and the seed.
-        shape: of an image: channels, height, width.
-        outputs: classes, or numbers.
-    """
+    """Returns one of the lab's models with the seed's first weights; the shape of an image has its channels first."""
 
     def make() -> nn.Sequential:
         if config.model == "mlp":

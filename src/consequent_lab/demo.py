@@ -92,7 +92,6 @@ class Demo:
         from consequent_lab.race.results import Results, line_of
         from consequent_lab.race.running import race
         from consequent_lab.race.times import DEMO_PLAN, times
-        from consequent_lab.screen import LiveDisplay
 
         task, names = results.task, list(SETTINGS)
         best = [
@@ -100,7 +99,7 @@ class Demo:
             for name, settings in SETTINGS.items()
         ]
         said: list[str] = []
-        bars = Progress(console=screen, transient=True)
+        bars = Progress(console=screen, transient=True, disable=not screen.is_terminal)
         bar = bars.add_task("training", total=len(names) * self.seeds)
 
         def say(text: str) -> None:
@@ -109,7 +108,7 @@ class Demo:
             if not screen.is_terminal:
                 screen.print(text, soft_wrap=True)
 
-        with LiveDisplay(screen, bars):
+        with bars:
             if not race(conditions, names, self.seeds, workers, results, Results(task, Path(), best), say):
                 raise RuntimeError("the race did not come to its end:\n" + "\n".join(said))
         threads = torch.get_num_threads()

@@ -23,11 +23,8 @@ DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
 def draw_comparison(path: Path, runs: Sequence[SeenRun]) -> None:
     """Draws training loss against iterations and seconds, and what the test set says against iterations.
 
-    A line is the median over seeds, a band their range, where several were read at the same iterations.
-
-    Args:
-        path: the file to write; its ending is the format (png, svg, pdf).
-        runs: what to draw.
+    A line is the median over seeds, a band their range, where several were read at the same iterations. The file's
+    ending is its format (png, svg, pdf).
     """
     test = TEST_ACCURACY if any(run.curve(*TEST_ACCURACY) for run in runs) else TEST_LOSS
     groups = by_label(runs)

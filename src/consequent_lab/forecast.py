@@ -65,13 +65,7 @@ def expected_jobs(recipes: Iterable[Recipe], archive: Archive, steps: tuple[Step
 
 
 def forecast(jobs: Iterable[Job], workers: int, cost: Callable[[TrainConfig], Cost]) -> float:
-    """Returns the seconds that all runs take.
-
-    Args:
-        jobs: the runs; some need the machine for themselves.
-        workers: runs side by side.
-        cost: of the kind of run that a config is of.
-    """
+    """Returns the seconds that all runs take side by side, but for those that need the machine for themselves."""
     seconds = 0.0
     known: dict[Hashable, Cost] = {}
     for job in jobs:
@@ -91,12 +85,7 @@ def kind_of(config: TrainConfig) -> Hashable:
 
 
 def measured_cost(device: str, data: Path | None) -> Callable[[TrainConfig], Cost]:
-    """Returns a function that times a few steps and a part of an evaluation, with one thread, as runs have.
-
-    Args:
-        device: where.
-        data: the folder of the data sets.
-    """
+    """Returns a function that times a few steps and a part of an evaluation, with one thread, as runs have."""
     loaded: dict[str, Dataset] = {}
 
     def cost(config: TrainConfig) -> Cost:

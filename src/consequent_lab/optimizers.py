@@ -13,9 +13,7 @@ from consequent import Consequentialism
 class Optimizers:
     """Optimisers that step together as if they were one, with or without a correction of them all.
 
-    Args:
-        model: whose parameters they hold.
-        parts: with the learning rates that a schedule starts from.
+    The learning rates that they have now are the peaks of a schedule.
     """
 
     def __init__(self, model: nn.Module, parts: list[Optimizer]) -> None:
@@ -25,11 +23,7 @@ class Optimizers:
         self._peaks = [float(group["lr"]) for group in self.param_groups]
 
     def attach(self, **options: Any) -> None:
-        """Makes them their C- versions, anew if they were.
-
-        Args:
-            options: of `consequent.attach`.
-        """
+        """Makes them their C- versions, anew if they were, with options of `consequent.attach`."""
         if self.correction is not None:
             self.correction.detach()
         self.correction = consequent.attach(self.parts, self._model, **options)
@@ -69,17 +63,7 @@ def plain_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     capturable: bool = False,
 ) -> Optimizer:
-    """Returns one of torch's: sgd, momentum, nesterov, adam, adamw or rmsprop.
-
-    Args:
-        name: which.
-        parameters: as torch takes them.
-        lr: the learning rate.
-        weight_decay: as torch takes it.
-        momentum: of momentum and nesterov.
-        betas: of adam and adamw.
-        capturable: in a CUDA graph.
-    """
+    """Returns one of torch's: sgd, momentum, nesterov, adam, adamw or rmsprop, with what of the options is its own."""
     if name in ("adam", "adamw"):
         kind = Adam if name == "adam" else AdamW
         return kind(parameters, lr=lr, betas=betas, weight_decay=weight_decay, capturable=capturable)

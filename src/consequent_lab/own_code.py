@@ -34,11 +34,7 @@ Maker = Callable[..., Any]
 
 
 def function_named(option: str, name: str) -> Maker:
-    """Imports a function; modules of the current folder are found.
-
-    Args:
-        option: that named it, for errors.
-        name: as `module:function`.
+    """Imports a function that an option names as `module:function`; modules of the current folder are found.
 
     Raises:
         ValueError: if there is none; names what there is.
@@ -72,10 +68,6 @@ def function_named(option: str, name: str) -> Maker:
 
 def own_model(name: str, dataset: Dataset) -> nn.Module:
     """Returns the model that a function makes, after a look at what it makes of two inputs.
-
-    Args:
-        name: as `module:function`.
-        dataset: what it is to learn.
 
     Raises:
         ValueError: if it is no model, or none of these data.
@@ -136,9 +128,6 @@ def _check_outputs(model: nn.Module, name: str, dataset: Dataset) -> None:
 
 def own_data(name: str) -> Dataset:
     """Returns the data set that a function makes.
-
-    Args:
-        name: as `module:function`.
 
     Raises:
         ValueError: if it returns anything but what is said above.

@@ -32,11 +32,8 @@ def start_importing(module: str) -> None:
 class Pool(Generic[Message]):
     """Calls functions as `function(report, *arguments)`.
 
-    With one worker everything happens in this process, at once and in order.
-
-    Args:
-        workers: how many calls run at a time.
-        report: receives, in this process, what the functions report.
+    So many workers run at a time, and what the functions report is handed on in this process. With one worker
+    everything happens in this process, at once and in order.
 
     >>> def double(report, number):
     ...     report(f"doubling {number}")

@@ -5,11 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn
-from rich.progress import Progress as Bars
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
-
-from consequent_lab.screen import LiveDisplay
 
 SECONDS_BETWEEN_LINES = 15.0
 SECONDS_BETWEEN_REFRESHES = 0.25
@@ -31,12 +28,8 @@ class Watcher:
         """The run is done, or was done before."""
 
 
-class ProgressBoard(LiveDisplay):
+class ProgressBoard(Progress):
     """Shows any number of runs.
-
-    Args:
-        screen: where.
-        clock: seconds from any moment on.
 
     Example:
         with ProgressBoard(screen) as board:
@@ -44,7 +37,7 @@ class ProgressBoard(LiveDisplay):
     """
 
     def __init__(self, screen: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        bars = Bars(
+        super().__init__(
             TextColumn("{task.description}"),
             BarColumn(bar_width=10),
             # Where the screen is narrow, the text is cut and not the name.
@@ -52,40 +45,38 @@ class ProgressBoard(LiveDisplay):
             console=screen,
             refresh_per_second=2,
             expand=True,
+            disable=not screen.is_terminal,
         )
-        super().__init__(screen, bars)
-        self._clock = clock
+        self.clock = clock
 
     def run(self, name: str) -> "RunLine":
         """Returns the line of a run: a watcher for `train`."""
-        return RunLine(name, self._screen, self._bars, self._clock)
+        return RunLine(name, self)
 
 
 class RunLine(Watcher):
     """Iterations per second, loss, accuracy and time left of one run."""
 
-    def __init__(self, name: str, screen: Console, bars: Bars | None, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, board: ProgressBoard) -> None:
         self._name = name
-        self._screen = screen
-        self._bars = bars
-        self._clock = clock
-        self._task: TaskID | None = None if bars is None else bars.add_task(name, total=None, text="waiting")
+        self._board = board
+        self._task = board.add_task(name, total=None, text="waiting")
         self._total = 0
         self._first = 0  # the iteration that this process began with, and when
         self._begun = self._shown_at = 0.0
-        self._training = self._test = ""  # the last readings
+        self._training = self._test = ""  # the last metrics
 
     def started(self, iteration: int, total: int) -> None:
         """The run starts, or goes on, at this iteration out of so many."""
         self._total, self._first = total, iteration
-        self._begun = self._shown_at = self._clock()
+        self._begun = self._shown_at = self._board.clock()
         resumed = f"resumed at iteration {iteration:,} of {total:,}" if iteration else f"{total:,} iterations"
         self._show(iteration, resumed)
 
     def advanced(self, iteration: int) -> None:
         """So many iterations are done. Costs next to nothing unless it is time to show something."""
-        now = self._clock()
-        pause = SECONDS_BETWEEN_LINES if self._bars is None else SECONDS_BETWEEN_REFRESHES
+        now = self._board.clock()
+        pause = SECONDS_BETWEEN_LINES if self._board.disable else SECONDS_BETWEEN_REFRESHES
         if now - self._shown_at >= pause:
             self._shown_at = now
             self._show(iteration, self._text(iteration, now))
@@ -107,10 +98,9 @@ class RunLine(Watcher):
 
     def put_away(self, text: str) -> None:
         """Takes the line off the board; the text takes its place among what was printed before."""
-        if self._bars is not None and self._task is not None:
-            self._bars.remove_task(self._task)
-            self._bars.refresh()
-        self._screen.print(f"{self._name}: {text}", markup=False, soft_wrap=True)
+        self._board.remove_task(self._task)
+        self._board.refresh()
+        self._print(text)
 
     def _text(self, iteration: int, now: float) -> str:
         rate = (iteration - self._first) / max(now - self._begun, 1e-9)
@@ -119,14 +109,16 @@ class RunLine(Watcher):
         return _joined(place, f"{rate:.3g} it/s", self._training, self._test, f"{left} left")
 
     def _show(self, iteration: int, text: str, total: int | None = None) -> None:
-        if self._bars is not None and self._task is not None:
-            self._bars.update(self._task, completed=iteration, total=total or self._total, text=text)
-        else:
-            self._screen.print(f"{self._name}: {text}", markup=False, soft_wrap=True)
+        self._board.update(self._task, completed=iteration, total=total or self._total, text=text)
+        if self._board.disable:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        self._board.console.print(f"{self._name}: {text}", markup=False, soft_wrap=True)
 
 
 def _shown(line: dict[str, Any], *kinds: str) -> str:
-    """Returns the readings of the first of these kinds that a line has."""
+    """Returns the metrics of the first of these kinds that a line has."""
     kind = next((kind for kind in kinds if f"{kind}_loss" in line or f"{kind}_accuracy" in line), None)
     if kind is None:
         return ""

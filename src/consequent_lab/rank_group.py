@@ -76,9 +76,6 @@ class RankGroup:
 def joined(device: str) -> Iterator[tuple[RankGroup | None, str]]:
     """Meets the other ranks if `torchrun` has started this process, and parts from them.
 
-    Args:
-        device: where to train, a kind of device.
-
     Yields:
         the ranks, None for a process on its own, and this rank's device.
     """

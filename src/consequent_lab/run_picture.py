@@ -23,12 +23,7 @@ LONGEST_BAR = 36
 
 
 def picture_of(run: SeenRun, config: TrainConfig) -> RenderableType:
-    """Returns the run as a panel.
-
-    Args:
-        run: as far as it got.
-        config: what was asked for.
-    """
+    """Returns the run, as far as it got, as a panel."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     facts.add_column()

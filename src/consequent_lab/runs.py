@@ -46,13 +46,7 @@ class DamagedFileError(ValueError):
 
 
 class RunFolder:
-    """One run on disk.
-
-    Whoever writes to it holds it with :meth:`opened`; reading needs nothing.
-
-    Args:
-        path: the folder; made when it is opened.
-    """
+    """One run on disk. Whoever writes to it holds it with :meth:`opened`, which makes it; reading needs nothing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -67,9 +61,6 @@ class RunFolder:
         'runs/mlp/c-sgd/seed0'
         """
         return cls(runs / recipe / variant / f"seed{seed}")
-
-    def __repr__(self) -> str:
-        return f"RunFolder({str(self.path)!r})"
 
     def __reduce__(self) -> tuple[type["RunFolder"], tuple[Path]]:
         return type(self), (self.path,)  # another process sees the same files, and writes only once it has opened them
@@ -111,11 +102,7 @@ class RunFolder:
     # ---- config and environment ---------------------------------------------------------------------------------
 
     def config(self, kind: "type[Config]") -> "Config":
-        """Returns the config; options that did not exist when it was written have their defaults.
-
-        Args:
-            kind: its dataclass.
-        """
+        """Returns the config, of a kind of dataclass; options that are newer than it have their defaults."""
         path = self._path("config.json")
         return config_from(_read_object(path), kind, str(path))
 
@@ -182,8 +169,7 @@ class RunFolder:
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Puts a checkpoint in the place of the last one, which stays until this one is complete.
 
-        Args:
-            state: tensors, numbers, strings, and dicts and lists of these.
+        It is of tensors, numbers, strings, and dicts and lists of these.
         """
         import torch
 
@@ -238,11 +224,7 @@ class RunFolder:
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def finish(self, outcome: dict[str, Any]) -> None:
-        """Marks the run as done.
-
-        Args:
-            outcome: how it ended.
-        """
+        """Marks the run as done, and says how it ended."""
         self._write_json("done.json", {**outcome, "metrics": self._metrics_so_far()})
 
     def outcome(self) -> dict[str, Any] | None:
@@ -278,10 +260,7 @@ class RunFolder:
 def config_from(values: dict[str, Any], kind: "type[Config]", where: str) -> "Config":
     """Returns a config from what JSON made of it; options that did not exist when it was written have their defaults.
 
-    Args:
-        values: by option.
-        kind: its dataclass.
-        where: the file that it was read from, for errors.
+    Errors name where it was read.
     """
     unknown = sorted(set(values) - {field.name for field in fields(kind)})
     if unknown:
@@ -361,15 +340,12 @@ def _commit(folder: Path) -> str | None:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds a lock that the system takes back when the process ends, however it ends."""
-    lock = FileLock(path, timeout=0)
     try:
-        lock.acquire()
+        lock = FileLock(path, timeout=0).acquire()
     except Timeout as error:
         raise BlockingIOError(f"{path.parent} is being written to by another process") from error
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 def checkpoint_seal(payload: "bytes | memoryview") -> bytes:

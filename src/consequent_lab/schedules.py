@@ -15,12 +15,7 @@ def cosine(iteration: int, total: int) -> float:
 
 
 def rate_factor(config: TrainConfig, iteration: int, total: int) -> float:
-    """Returns by what the learning rates are multiplied in one iteration.
-
-    Args:
-        config: with its `schedule` and `warm_up`.
-        iteration: from 0 on.
-        total: iterations of the run.
+    """Returns by what the learning rates are multiplied in one iteration, from 0 on, of a run of so many.
 
     >>> config = TrainConfig(schedule="cosine", warm_up=2)
     >>> [round(rate_factor(config, iteration, 6), 3) for iteration in range(6)]

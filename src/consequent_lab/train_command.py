@@ -71,11 +71,7 @@ class Train(TrainConfig):
             self.config(seed)  # raises on a bad one
 
     def config(self, seed: int | None = None) -> TrainConfig:
-        """Returns what makes a run what it is, wherever it runs.
-
-        Args:
-            seed: instead of the command's own.
-        """
+        """Returns what makes a run what it is, wherever it runs, with another seed if one is given."""
         options = {option.name: getattr(self, option.name) for option in fields(TrainConfig)}
         if self.data is not None and is_own(self.data):
             options["dataset"] = self.data

@@ -14,11 +14,7 @@ from consequent_lab.samples import is_correct
 class Tally:
     """Adds up loss and correct answers over mini-batches, on the device, each before the step that learns from it.
 
-    Args:
-        device: where to count.
-        batch_size: samples of a mini-batch.
-        per_epoch: mini-batches of an epoch.
-        add_up: makes the loss and the correct answers of a rank's part those of the mini-batch, in place.
+    Of several ranks, `add_up` makes loss and correct answers of a rank's part those of the mini-batch, in place.
     """
 
     def __init__(
@@ -60,12 +56,7 @@ class Tally:
 
 
 class GradientNorms:
-    """Norms of the gradients, by layer.
-
-    Args:
-        model: whose gradients.
-        keep_plain: note in every step what backpropagation left, before a correction rewrites it.
-    """
+    """Norms of the gradients, by layer; also, if kept, of what backpropagation left before a correction rewrote it."""
 
     def __init__(self, model: nn.Module, *, keep_plain: bool) -> None:
         named = dict(model.named_parameters())

@@ -32,31 +32,23 @@ class Knob:
     start: float
 
 
-Plain = Callable[[nn.Module, Settings, bool], list[Optimizer]]
+Plain = Callable[[nn.Module, Settings, bool], list[Optimizer]]  # the last one: capturable in a CUDA graph
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """An optimiser of the race.
+    """An optimiser of the race, or several that are corrected jointly.
 
-    Attributes:
-        name: in tables.
-        plain: returns the optimisers over a model, for settings; the last argument: capturable in a CUDA graph.
-        knobs: what is searched, the learning rate first.
-        correction: options of `consequent.attach` that make it its C- version, all optimisers corrected jointly; None
-            is the plain one. Settings with the names of dampings are the correction's.
-        decay: the knob for tasks that search weight decay.
-        graphs: whether its step can be captured in a CUDA graph; others decide or count on the host.
-        variant: of the task's model, "" or "BN".
+    Settings with the names of dampings are the correction's.
     """
 
     name: str
     plain: Plain
-    knobs: tuple[Knob, ...]
-    correction: dict[str, Any] | None = None
-    decay: Knob = field(default_factory=lambda: Knob("decay", 3e-6, 3e-3, 5e-5))
-    graphs: bool = True
-    variant: str = ""
+    knobs: tuple[Knob, ...]  # what is searched, the learning rate first
+    correction: dict[str, Any] | None = None  # options of `consequent.attach`; None is the plain one
+    decay: Knob = field(default_factory=lambda: Knob("decay", 3e-6, 3e-3, 5e-5))  # where weight decay is searched
+    graphs: bool = True  # whether its step can be captured in a CUDA graph; others decide or count on the host
+    variant: str = ""  # of the task's model, "" or "BN"
 
     def space(self, task: Task) -> tuple[Knob, ...]:
         """Returns the knobs of a search, with the starts that a task has for it."""

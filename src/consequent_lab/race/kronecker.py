@@ -14,15 +14,8 @@ KL_BOUND = 1e-3  # on lr² · gradient · natural gradient, by which a step of K
 class FOOF(SGD):
     """Nesterov's descent along `gradient · (A + λI)⁻¹` for every dense layer and convolution.
 
-    `A` is the averaged second moment of a layer's inputs, a one for the bias appended. Parameters of other layers keep
-    their gradient.
-
-    Args:
-        model: what is trained.
-        lr: the learning rate.
-        damping: λ.
-        weight_decay: as in SGD.
-        refresh: steps from one update of factors and inverses to the next.
+    `A` is the averaged second moment of a layer's inputs, a one for the bias appended, and λ the damping. Parameters of
+    other layers keep their gradient. Factors and inverses are updated every `refresh` steps.
     """
 
     def __init__(

@@ -20,13 +20,7 @@ DIGITS = 6
 
 @dataclass
 class Results:
-    """The lines of a task.
-
-    Attributes:
-        task: of which they are.
-        path: of the file; `.gz` beside it is read first, if it is there.
-        lines: all so far.
-    """
+    """The lines of a task so far, and their file; `.gz` beside it is read first, if it is there."""
 
     task: Task
     path: Path

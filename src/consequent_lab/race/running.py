@@ -28,27 +28,16 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True)
 class Conditions:
-    """What the processes need to know of the race.
-
-    Attributes:
-        task: its name.
-        tiny: whether its tiny form is run.
-        epochs: others than the task's own.
-        place: of the data.
-        device: "cpu" or "cuda".
-        graph: whether steps may be CUDA graphs.
-        trials: of every contestant.
-        deadline: by `time.time()`, when to stop; None is never.
-    """
+    """What the processes need to know of the race."""
 
     task: str
     tiny: bool = False
-    epochs: int | None = None
-    place: Path | None = None
+    epochs: int | None = None  # others than the task's own
+    place: Path | None = None  # of the data
     device: str = "cpu"
-    graph: bool = True
+    graph: bool = True  # steps may be CUDA graphs
     trials: int = 12
-    deadline: float | None = None
+    deadline: float | None = None  # by `time.time()`
 
     def the_task(self) -> Task:
         """Returns the task."""
@@ -160,61 +149,47 @@ def race(
     searched: Results,
     say: Callable[[str], None],
 ) -> bool:
-    """Runs what is missing and returns whether nothing is.
+    """Runs what is missing of some contestants, in the order of work, and returns whether nothing is.
 
-    Args:
-        conditions: of all jobs.
-        names: the contestants, in the order of work.
-        seeds: finals of each.
-        workers: jobs at a time, a process each; 1 stays in this process.
-        results: where lines are kept.
-        searched: where the settings come from: the same, or those of the task whose search is taken over.
-        say: shows a sentence.
+    Lines are kept in `results`; the settings of finals come from those that were `searched`: the same, or those of the
+    task whose search is taken over. So many workers are so many processes, but one stays in this process.
     """
 
     def report(line: Line) -> None:
         results.add(line)
         say(sentence(results.task, line))
 
-    waiting: deque[tuple[str, int | None, Settings | None]] = deque()
+    def finals(name: str, settings: Settings) -> list[tuple[Any, ...]]:
+        there = {line["seed"] for line in results.finals(name)}
+        return [(final, name, settings, seed) for seed in range(seeds) if seed not in there]
+
+    waiting: deque[tuple[Any, ...]] = deque()  # a job, a name, and what else the job needs
     for name in names:
         if results is searched and len(results.trials(name)) < conditions.trials:
-            waiting.append((name, None, None))
-            continue
-        best = searched.best(name)
-        if best is None:
+            waiting.append((search, name, results.trials(name)))
+        elif (best := searched.best(name)) is not None:
+            waiting.extend(finals(name, best["settings"]))
+        else:
             say(f"{name}: there is no search of {searched.task.name} to take the settings from")
-            continue
-        waiting.extend((name, seed, best["settings"]) for seed in _missing(results, name, seeds))
     is_whole = True
-    running: dict[Future[Outcome], tuple[str, int | None]] = {}
+    running: dict[Future[Outcome], tuple[Any, ...]] = {}
     with Pool[Line](workers, report) as pool:
         while waiting or running:
             while waiting and len(running) < workers:
-                name, seed, settings = waiting.popleft()
-                if settings is None or seed is None:
-                    future = pool.submit(attempted, search, conditions, name, results.trials(name))
-                else:
-                    future = pool.submit(attempted, final, conditions, name, settings, seed)
-                running[future] = name, seed
+                job, name, *needed = waiting.popleft()
+                running[pool.submit(attempted, job, conditions, name, *needed)] = job, name
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
-                name, seed = running.pop(future)
+                job, name = running.pop(future)
                 outcome = future.result()
                 if outcome.error:
                     say(f"{name}: {outcome.error}")
                 if outcome.error or outcome.is_out_of_time:
                     is_whole = False
-                elif seed is None and outcome.settings is not None:
+                elif job is search and outcome.settings is not None:
                     # Before other searches: a table of some contestants is worth more than many searches.
-                    missing = _missing(results, name, seeds)
-                    waiting.extendleft((name, seed, outcome.settings) for seed in reversed(missing))
+                    waiting.extendleft(reversed(finals(name, outcome.settings)))
     return is_whole
-
-
-def _missing(results: Results, name: str, seeds: int) -> list[int]:
-    there = {line["seed"] for line in results.finals(name)}
-    return [seed for seed in range(seeds) if seed not in there]
 
 
 def sentence(task: Task, line: Line) -> str:

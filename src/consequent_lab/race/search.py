@@ -22,14 +22,7 @@ LONGEST_RUNG = 4  # the first cut is after so small a part of the run
 
 
 class Search:
-    """A study that is made anew from the lines of its finished trials.
-
-    Args:
-        task: what is learnt.
-        contestant: whose settings are searched.
-        steps: of a run to its end.
-        lines: finished trials.
-    """
+    """A study that is made anew from the lines of its finished trials; a run to its end has so many steps."""
 
     def __init__(self, task: Task, contestant: Contestant, steps: int, lines: list[Line]) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -20,10 +20,8 @@ SIDE = 256  # of a picture, in pixels
 def arrays_of(name: str, place: Path | None) -> Arrays:
     """Returns the arrays of a set: "cifar10", "cifar100", "fashion-mnist", "pictures", "tables" or "sources".
 
-    Args:
-        name: of the set.
-        place: a file, or a folder with `.npz` files or official layouts; None is the usual one of images, and the
-            packages for all else.
+    The place is a file, or a folder with `.npz` files or official layouts; None is the usual one of images, and the
+    packages for all else.
     """
     if place is not None:
         files = files_of(place, name)
@@ -50,15 +48,7 @@ def arrays_of(name: str, place: Path | None) -> Arrays:
 
 
 def images(name: str, place: Path | None, train: int | None, test: int | None, *, flat: bool) -> Data:
-    """Returns the first images of a set, each channel with mean 0 and variance 1 over the training images.
-
-    Args:
-        name: of the set.
-        place: as in `arrays_of`.
-        train: training images; None is all.
-        test: test images; None is all.
-        flat: an image is one row of features.
-    """
+    """Returns the first images of a set, or all, each channel with mean 0 and variance 1 over the training images."""
     arrays = arrays_of(name, place)
     pixels = torch.from_numpy(arrays["train_x"][:train]).float()
     mean, deviation = pixels.mean((0, 2, 3), keepdim=True), pixels.std((0, 2, 3), keepdim=True)

@@ -16,51 +16,28 @@ SEARCH_SEED = 1000  # of the search; the finals have seeds from 0 on
 
 @dataclass(frozen=True)
 class Task:
-    """All that is the same for every contestant.
+    """All that is the same for every contestant."""
 
-    Attributes:
-        name: as on the command line and of the file of results.
-        title: as in a sentence.
-        load: returns the data of a folder or file, on the CPU; the seed is for tasks that split at random.
-        model: returns the network of a variant ("" or "BN"), called under the run's seed.
-        loss: of outputs and targets, evaluated as well.
-        measure: what the search goes by.
-        reported: what else the table has.
-        metric: beside the loss: accuracy, or 20 log₁₀(range / error) where values have a range of 2, in decibels.
-        evaluated: training samples that are evaluated, the first ones; None is all.
-        contestants: their names.
-        batch_size: samples a step.
-        epochs: of a run; the last batch of an epoch is dropped if it is not full.
-        evaluations: in a run, evenly spread; the learning rate stays the same from one to the next.
-        search_epochs: of a trial in the search, if fewer.
-        search_samples: how many of the training data a search has, if not all.
-        loss_reduction: what the loss is divided by, as `consequent.attach` wants it.
-        augment: what becomes of the training inputs in every epoch.
-        searches_decay: whether weight decay is a knob of every contestant.
-        settings_from: the task whose search is taken over, so that this one has finals alone.
-        starts: settings that a contestant's search begins with here, where they differ from its usual ones.
-    """
-
-    name: str
-    title: str
-    load: Callable[[Path | None, int], Data]
-    model: Callable[[str], nn.Module]
+    name: str  # on the command line, and of the file of results
+    title: str  # in a sentence
+    load: Callable[[Path | None, int], Data]  # from a folder or file, on the CPU; a seed, where it splits at random
+    model: Callable[[str], nn.Module]  # of a variant, "" or "BN"; called under the run's seed
     loss: Loss
-    measure: Measure
+    measure: Measure  # what the search goes by
     contestants: tuple[str, ...]
     batch_size: int
-    epochs: int
-    evaluations: int
-    reported: tuple[Measure, ...] = ()
-    metric: Literal["accuracy", "psnr", ""] = ""
-    evaluated: int | None = None
-    search_epochs: int | None = None
-    search_samples: int | None = None
-    loss_reduction: str = "mean"
+    epochs: int  # the last batch of each is dropped if it is not full
+    evaluations: int  # in a run, evenly spread; the learning rate stays the same from one to the next
+    reported: tuple[Measure, ...] = ()  # what else the table has
+    metric: Literal["accuracy", "psnr", ""] = ""  # beside the loss
+    evaluated: int | None = None  # training samples, the first ones; None is all
+    search_epochs: int | None = None  # of a trial in the search, if fewer
+    search_samples: int | None = None  # of the training data, the first ones, that a search has, if not all
+    loss_reduction: str = "mean"  # what the loss is divided by, as `consequent.attach` wants it
     augment: Augmentation | None = None
-    searches_decay: bool = False
-    settings_from: str | None = None
-    starts: dict[str, dict[str, float]] = field(default_factory=dict)
+    searches_decay: bool = False  # weight decay is a knob of every contestant
+    settings_from: str | None = None  # the task whose search is taken over, so that this one has finals alone
+    starts: dict[str, dict[str, float]] = field(default_factory=dict)  # of searches that begin elsewhere than usual
 
     def steps(self, samples: int, *, search: bool = False) -> int:
         """Returns how many a run has."""

@@ -91,6 +91,7 @@ class Run:
 
 
 def _decibels(loss: float) -> float:
+    """Returns 20 log₁₀(range / error) where values have a range of 2."""
     return 10 * float(torch.log10(4 / torch.tensor(loss, dtype=torch.float64)))
 
 
