@@ -154,6 +154,7 @@ FASHION_MNIST = Layout(
 )
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (CIFAR10, CIFAR100, FASHION_MNIST)}
 EMBEDDED = "digits"
+TRAINING_DIGITS = 1440  # 45 mini-batches of 32; the other 357 images are the test set
 NAMES = (*LAYOUTS, EMBEDDED)
 
 
@@ -236,14 +237,25 @@ def _how_to_get(layout: Layout, folder: Path, place: Path, missing: list[str]) -
 def _digits() -> Dataset:
     import sklearn.datasets  # here, so that training on the other data sets does not need it
 
-    from consequent_lab.digits import TRAINING_SAMPLES
-
     pixels, labels = sklearn.datasets.load_digits(return_X_y=True)  # values 0 to 16
-    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))  # the split of `load_digits`
+    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(pixels * (255 / 16)).round().to(torch.uint8).view(-1, 1, 8, 8)[order]
     classes = torch.tensor(labels, dtype=torch.int64)[order]
-    train, test = slice(TRAINING_SAMPLES), slice(TRAINING_SAMPLES, None)
+    train, test = slice(TRAINING_DIGITS), slice(TRAINING_DIGITS, None)
     return Dataset(EMBEDDED, images[train], classes[train], images[test], classes[test], classes=10)
+
+
+def load_digits() -> Prepared:
+    """Returns the digits as rows of 64 pixels, normalised with the training set's mean and standard deviation.
+
+    >>> digits = load_digits()
+    >>> tuple(digits.train_inputs.shape), tuple(digits.test_inputs.shape)
+    ((1440, 64), (357, 64))
+    """
+    digits = load(EMBEDDED)
+    train, test = ((16 / 255 * images.flatten(1)).round() for images in (digits.train_images, digits.test_images))
+    mean, deviation = train.mean(), train.std()
+    return Prepared((train - mean) / deviation, digits.train_labels, (test - mean) / deviation, digits.test_labels)
 
 
 # ---- files -------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def _network(seed: int) -> tuple[nn.Sequential, list[nn.Linear]]:
 @cache
 def train(label: str, rate: float, seed: int) -> Training:
     """Returns a training with C-SGD, SGD or the first extension; it ends where the loss is no longer finite."""
-    from consequent_lab.digits import load_digits
+    from consequent_lab.datasets import load_digits
 
     digits = load_digits()
     inputs, labels = digits.train_inputs.double(), digits.train_labels

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from consequent_lab.digits import load_digits
+from consequent_lab.datasets import load_digits
 from consequent_lab.race.files import Arrays, files_of, read_arrays
 from consequent_lab.race.task import Data
 
