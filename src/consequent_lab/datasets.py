@@ -57,30 +57,18 @@ class Layout:
 
     CIFAR's files hold rows of label bytes and pixels, red before green before blue, split evenly over the files. The
     others are IDX files: one of images and one of labels for each split, each with a header.
-
-    Args:
-        name: as on the command line.
-        title: as in a sentence.
-        classes: how many there are.
-        shape: channels, height and width.
-        train: training images.
-        test: test images.
-        places: sub-folders in which the files usually lie; the first one is where a download goes.
-        train_files: names of the training set's files.
-        test_files: names of the test set's files.
-        label_classes: the number of values of every label byte of a row, the last of which is the class; none of IDX.
     """
 
-    name: str
-    title: str
+    name: str  # as on the command line
+    title: str  # as in a sentence
     classes: int
-    shape: tuple[int, int, int]
-    train: int
+    shape: tuple[int, int, int]  # channels, height and width
+    train: int  # images
     test: int
-    places: tuple[str, ...]
+    places: tuple[str, ...]  # sub-folders in which the files usually lie; the first one is where a download goes
     train_files: tuple[str, ...]
     test_files: tuple[str, ...]
-    label_classes: tuple[int, ...] = ()
+    label_classes: tuple[int, ...] = ()  # values of every label byte of a row, the last of which is the class; not IDX
 
     @property
     def files(self) -> tuple[str, ...]:

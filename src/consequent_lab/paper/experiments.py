@@ -24,17 +24,11 @@ from consequent_lab.paper.recipes import Recipe, SearchOnly
 
 @dataclass(frozen=True)
 class Experiment:
-    """One experiment.
+    """One experiment."""
 
-    Args:
-        name: as on the command line.
-        finding: makes the finding from one or more folders of runs, as folders or compact.
-        recipes: returns what is to be run, small if asked; nothing where the finding computes everything.
-    """
-
-    name: str
-    finding: Callable[..., Finding]
-    recipes: Callable[[bool], list[Recipe]] = lambda quick: []
+    name: str  # as on the command line
+    finding: Callable[..., Finding]  # makes it from one or more folders of runs, as folders or compact
+    recipes: Callable[[bool], list[Recipe]] = lambda quick: []  # to be run, small if asked; none: the finding computes
 
 
 def experiments() -> dict[str, Experiment]:
