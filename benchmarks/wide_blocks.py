@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import consequent
-from consequent_lab.digits import load_digits
+from consequent_lab.datasets import load_digits
 
 WIDTH, ROWS = 4096, 4096
 BLOCKS = (None, 2048, 1024, 512, 256)

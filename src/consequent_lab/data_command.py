@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import tyro
 
 if TYPE_CHECKING:  # The command line reads this file for its options; torch is imported when needed.
     from rich.console import Console
-    from rich.table import Table
 
 Name = Literal["cifar10", "cifar100", "fashion-mnist", "digits"]
+COLOURS = {"missing": "yellow", "incomplete": "red", "damaged": "red"}
 
 
 @dataclass(frozen=True)
@@ -30,29 +30,40 @@ class Data:
 
     def run(self) -> None:
         """Downloads if asked, shows the table, and raises if anything is damaged or could not be downloaded."""
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+        from rich.text import Text
+
         from consequent_lab.datasets import NAMES, data_folder
         from consequent_lab.screen import console
 
         folder, names, screen = data_folder(self.data), self.names or NAMES, console()
         failures = _download(names, folder, screen) if self.download else {}
-        states = [inspect(name, folder) for name in names]
-        screen.print(table(states))
-        if not self.download and any(state.checked in ("missing", "incomplete") for state in states):
+        states = {name: inspect(name, folder) for name in names}
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, caption="images: training + test")
+        table.add_column("data set", no_wrap=True)
+        table.add_column("where", overflow="fold")
+        for heading in ("images", "classes", "checked"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for name, state in states.items():
+            colour = COLOURS.get(state.checked, "green")
+            # A path may hold what rich would take for markup.
+            table.add_row(name, Text(state.where), state.images, state.classes, Text(state.checked, style=colour))
+        screen.print(table)
+        if not self.download and any(state.checked in ("missing", "incomplete") for state in states.values()):
             screen.print("What is missing is downloaded with --download.")
-        damages = {state.name: state.problem for state in states if state.problem and state.name not in failures}
+        damages = [state.problem for name, state in states.items() if state.problem and name not in failures]
         if failures or damages:
-            raise ValueError("\n".join([*failures.values(), *damages.values()]))
+            raise ValueError("\n".join([*failures.values(), *damages]))
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """What there is of a data set; `problem` says what is wrong with its files."""
 
-    name: str
-    where: str
-    images: str
-    classes: str
-    checked: str
+    where: str = "–"
+    images: str = "–"
+    classes: str = "–"
+    checked: str = "missing"
     problem: str = ""
 
 
@@ -60,38 +71,20 @@ def inspect(name: str, folder: Path) -> State:
     """Returns what there is of a data set, after reading all of it."""
     from consequent_lab.datasets import EMBEDDED, layout_of, load, locate
 
-    embedded = name == EMBEDDED
-    where = "in scikit-learn" if embedded else str(locate(layout_of(name), folder)[0])
+    where = "in scikit-learn"
+    if name != EMBEDDED:
+        place, missing = locate(layout_of(name), folder)
+        where = str(place)
+        if len(missing) == len(layout_of(name).files):
+            return State()
+        if missing:
+            return State(where, checked="incomplete", problem=f"{name}: {where} has no {', '.join(missing)}")
     try:
         dataset = load(name, folder)
-    except FileNotFoundError:
-        missing = locate(layout_of(name), folder)[1]
-        if len(missing) == len(layout_of(name).files):
-            return State(name, "–", "–", "–", "missing")
-        return State(name, where, "–", "–", "incomplete", f"{name}: {where} has no {', '.join(missing)}")
     except (ValueError, OSError) as error:
-        return State(name, where, "–", "–", "damaged", f"{name}: {error}; remove it to download it anew")
+        return State(where, checked="damaged", problem=f"{name}: {error}; remove it to download it anew")
     images = f"{len(dataset.train_labels):,} + {len(dataset.test_labels):,}"
-    return State(name, where, images, str(dataset.classes), "–" if embedded else "sizes, labels")
-
-
-def table(states: list[State]) -> "Table":
-    """Returns the table of data sets."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    result = Table(box=SIMPLE_HEAD, pad_edge=False, caption="images: training + test")
-    result.add_column("data set", no_wrap=True)
-    result.add_column("where", overflow="fold")
-    for heading in ("images", "classes", "checked"):
-        result.add_column(heading, justify="right", no_wrap=True)
-    colours = {"missing": "yellow", "incomplete": "red", "damaged": "red"}
-    for state in states:
-        colour = colours.get(state.checked, "green")
-        where = Text(state.where)  # a path may hold what looks like rich's markup
-        result.add_row(state.name, where, state.images, state.classes, Text(state.checked, style=colour))
-    return result
+    return State(where, images, str(dataset.classes), "–" if name == EMBEDDED else "sizes, labels")
 
 
 def _download(names: tuple[str, ...], folder: Path, screen: "Console") -> dict[str, str]:

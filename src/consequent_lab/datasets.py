@@ -49,30 +49,18 @@ class Layout:
 
     CIFAR's files hold rows of label bytes and pixels, red before green before blue, split evenly over the files. The
     others are IDX files: one of images and one of labels for each split, each with a header.
-
-    Args:
-        name: as on the command line.
-        title: as in a sentence.
-        classes: how many there are.
-        shape: channels, height and width.
-        train: training images.
-        test: test images.
-        places: sub-folders in which the files usually lie; the first one is where a download goes.
-        train_files: names of the training set's files.
-        test_files: names of the test set's files.
-        label_classes: the number of values of every label byte of a row, the last of which is the class; none of IDX.
     """
 
-    name: str
-    title: str
+    name: str  # as on the command line
+    title: str  # as in a sentence
     classes: int
-    shape: tuple[int, int, int]
-    train: int
+    shape: tuple[int, int, int]  # channels, height and width
+    train: int  # images
     test: int
-    places: tuple[str, ...]
+    places: tuple[str, ...]  # sub-folders in which the files usually lie; the first one is where a download goes
     train_files: tuple[str, ...]
     test_files: tuple[str, ...]
-    label_classes: tuple[int, ...] = ()
+    label_classes: tuple[int, ...] = ()  # values of every label byte of a row, the last of which is the class; not IDX
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -146,6 +134,7 @@ FASHION_MNIST = Layout(
 )
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (CIFAR10, CIFAR100, FASHION_MNIST)}
 EMBEDDED = "digits"
+TRAINING_DIGITS = 1440  # 45 mini-batches of 32; the other 357 images are the test set
 NAMES = (*LAYOUTS, EMBEDDED)
 
 
@@ -228,14 +217,27 @@ def _how_to_get(layout: Layout, folder: Path, place: Path, missing: list[str]) -
 def _digits() -> Dataset:
     import sklearn.datasets  # here, so that training on the other data sets does not need it
 
-    from consequent_lab.digits import TRAINING_SAMPLES
-
     pixels, labels = sklearn.datasets.load_digits(return_X_y=True)  # values 0 to 16
-    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))  # the split of `load_digits`
+    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(pixels * (255 / 16)).round().to(torch.uint8).view(-1, 1, 8, 8)[order]
     classes = torch.tensor(labels, dtype=torch.int64)[order]
-    train, test = slice(TRAINING_SAMPLES), slice(TRAINING_SAMPLES, None)
+    train, test = slice(TRAINING_DIGITS), slice(TRAINING_DIGITS, None)
     return Dataset(EMBEDDED, images[train], classes[train], images[test], classes[test], classes=10)
+
+
+def load_digits() -> Data:
+    """Returns the digits as rows of 64 pixels, normalised with the training set's mean and standard deviation.
+
+    >>> digits = load_digits()
+    >>> tuple(digits.train.inputs.shape), tuple(digits.test.inputs.shape)
+    ((1440, 64), (357, 64))
+    """
+    digits = load(EMBEDDED)
+    train, test = ((16 / 255 * images.flatten(1)).round() for images in (digits.train_images, digits.test_images))
+    mean, deviation = train.mean(), train.std()
+    return Data(
+        Samples((train - mean) / deviation, digits.train_labels), Samples((test - mean) / deviation, digits.test_labels)
+    )
 
 
 # ---- files -------------------------------------------------------------------------------------------------------

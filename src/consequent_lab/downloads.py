@@ -22,17 +22,11 @@ class DownloadError(OSError):
 
 @dataclass(frozen=True)
 class Source:
-    """Where a data set is published.
+    """Where a data set is published."""
 
-    Args:
-        address: of the folder with the published files.
-        digests: SHA-256 sums of these, by name.
-        archive_folder: the folder in the archive with the data set's files; None where they are published one by one.
-    """
-
-    address: str
-    digests: dict[str, str]
-    archive_folder: str | None = None
+    address: str  # of the folder with the published files
+    digests: dict[str, str]  # SHA-256 sums of these, by name
+    archive_folder: str | None = None  # in the archive, with the data set's files; None: they are published one by one
 
 
 # Addresses: https://www.cs.toronto.edu/~kriz/cifar.html ("binary version") and the table in the README of

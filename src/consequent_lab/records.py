@@ -18,7 +18,10 @@ def provenance(workers: int) -> dict[str, Any]:
     """Returns what a reader needs to judge and repeat a measurement."""
     return {
         "command": shlex.join([*_program(), *sys.argv[1:]]),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in ("consequent", "torch")}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: package_version(name) for name in ("consequent", "torch")},
+        },
         "machine": {"system": platform.system(), "processor": platform.machine(), "cores": cores(), "workers": workers},
     }
 
@@ -55,7 +58,8 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """Returns the version of a package that is installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -19,8 +19,7 @@ from small_datasets import (
 )
 
 from consequent_lab import datasets
-from consequent_lab.datasets import LAYOUTS, Dataset, load, prepared, read
-from consequent_lab.digits import load_digits
+from consequent_lab.datasets import LAYOUTS, Dataset, load, load_digits, prepared, read
 
 # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -59,6 +58,9 @@ def test_digits_are_embedded_and_the_default():
     flat = digits.train_images.flatten(1).double()
     correlation = torch.corrcoef(torch.stack([flat.flatten(), known.train.inputs.double().flatten()]))[0, 1]
     assert correlation > 0.9999, "the same pixels, in steps of 1/255"
+    assert len(known.train.inputs.unique()) == 17, "values 0 to 16"
+    assert known.train.inputs.mean().item() == pytest.approx(0, abs=1e-5)
+    assert known.train.inputs.std().item() == pytest.approx(1)
 
 
 def test_the_folder_comes_from_the_environment_unless_it_is_given(small, tmp_path, monkeypatch):

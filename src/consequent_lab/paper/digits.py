@@ -18,15 +18,8 @@ from consequent_lab.paper.digits_recipe import (
     with_momentum,
 )
 from consequent_lab.paper.findings import Axis, Figure, Finding, Number, Panel, Series, Statement
-from consequent_lab.paper.kept_contestants import (
-    KeptContestant,
-    all_above,
-    circumstances,
-    kept_race,
-    lowered,
-    race_finding,
-    spread,
-)
+from consequent_lab.paper.kept_contestants import KeptContestant, all_above, kept_race, lowered, spread
+from consequent_lab.paper.race_finding import circumstances, race_finding
 from consequent_lab.paper.recipes import Race
 from consequent_lab.paper.statements import Outcome, judged
 

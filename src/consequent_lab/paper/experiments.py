@@ -19,22 +19,16 @@ from consequent_lab.paper import (
     resnet20_recipe,
 )
 from consequent_lab.paper.findings import Finding
-from consequent_lab.paper.recipes import Recipe
+from consequent_lab.paper.recipes import Recipe, SearchOnly
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One experiment.
+    """One experiment."""
 
-    Args:
-        name: as on the command line.
-        finding: makes the finding from one or more folders of runs, as folders or compact.
-        recipes: returns what is to be run, small if asked; nothing where the finding computes everything.
-    """
-
-    name: str
-    finding: Callable[..., Finding]
-    recipes: Callable[[bool], list[Recipe]] = lambda quick: []
+    name: str  # as on the command line
+    finding: Callable[..., Finding]  # makes it from one or more folders of runs, as folders or compact
+    recipes: Callable[[bool], list[Recipe]] = lambda quick: []  # to be run, small if asked; none: the finding computes
 
 
 def experiments() -> dict[str, Experiment]:
@@ -44,19 +38,17 @@ def experiments() -> dict[str, Experiment]:
         Experiment(output_paths.NAME, output_paths.finding),
         Experiment(mlp_recipe.NAME, mlp.finding, lambda quick: [mlp_recipe.race(quick)]),
         Experiment(resnet20_recipe.NAME, resnet20.finding, lambda quick: [resnet20_recipe.race(quick)]),
-        Experiment(
-            learning_rates_recipe.NAME,
-            learning_rates.finding,
-            lambda quick: [
-                learning_rates_recipe.sweep(quick),
-                learning_rates_recipe.SearchOnly(learning_rates_recipe.resnet20_race(quick)),
-            ],
-        ),
+        Experiment(learning_rates_recipe.NAME, learning_rates.finding, _learning_rates),
         Experiment(inside.NAME, inside.finding),
         Experiment(digits_recipe.NAME, digits.finding, lambda quick: [digits_recipe.race(quick)]),
         Experiment(filters.NAME, filters.finding),
     )
     return {experiment.name: experiment for experiment in every}
+
+
+def _learning_rates(quick: bool) -> list[Recipe]:
+    race = learning_rates_recipe.resnet20_race(quick)
+    return [learning_rates_recipe.sweep(quick), SearchOnly(race.name, race.contestants, race)]
 
 
 def find(names: Sequence[str], *runs: Path) -> list[Finding]:

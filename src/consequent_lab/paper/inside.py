@@ -39,20 +39,14 @@ BLOWN_UP = 10.0  # loss: more than four times that of guessing
 class Training:
     """One training, and what its steps did to the outputs of every layer on their own mini-batch.
 
-    Attributes:
-        losses: of every mini-batch before its step.
-        own: cosines of wanted and produced changes by layer, each layer's own weights changed alone; a list for every
-            step; by `foresight`.
-        real: the same for what really happens, all layers changed at once.
-        damped: the norm of a step's weight change with λ ÷ that with hardly any, for the same weights and mini-batch.
-        test_accuracy: at the end.
+    Cosines are of wanted and produced changes, a list by layer for every step.
     """
 
-    losses: list[float]
-    own: list[list[float]]
-    real: list[list[float]]
-    damped: list[float]
-    test_accuracy: float
+    losses: list[float]  # of every mini-batch before its step
+    own: list[list[float]]  # cosines, each layer's own weights changed alone, by `foresight`
+    real: list[list[float]]  # cosines of what really happens, all layers changed at once
+    damped: list[float]  # norm of a step's weight change with λ ÷ with hardly any, for the same weights and mini-batch
+    test_accuracy: float  # at the end
 
     @property
     def is_stable(self) -> bool:
@@ -75,7 +69,7 @@ def _network(seed: int) -> tuple[nn.Sequential, list[nn.Linear]]:
 @cache
 def train(label: str, rate: float, seed: int) -> Training:
     """Returns a training with C-SGD, SGD or the first extension; it ends where the loss is no longer finite."""
-    from consequent_lab.digits import load_digits
+    from consequent_lab.datasets import load_digits
 
     digits = load_digits()
     inputs, labels = digits.train.inputs.double(), digits.train.targets

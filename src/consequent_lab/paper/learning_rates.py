@@ -5,15 +5,15 @@ from pathlib import Path
 from statistics import fmean
 
 from consequent_lab.paper.archive import Archive
-from consequent_lab.paper.findings import Axis, Figure, Finding, Number, Panel, Series, Statement, Table
-from consequent_lab.paper.kept_contestants import DRAWN_UP_TO
+from consequent_lab.paper.findings import Figure, Finding, Number, Statement, Table
 from consequent_lab.paper.learning_rates_recipe import NAME, resnet20_race, sweep
+from consequent_lab.paper.race_finding import DRAWN_UP_TO, rate_panels
 from consequent_lab.paper.rates import rate_at, score, variant_at
 from consequent_lab.paper.recipes import Sweep
 from consequent_lab.paper.statements import Outcome, judged
 
 GOOD = 1.25  # times the best loss of the same contestant
-Losses = dict[str, dict[int, list[float]]]  # by label and rung: of every seed; infinity if it diverged
+Losses = dict[str, dict[int, float]]  # by label and rung, means over seeds; infinity if one diverged
 
 
 def finding(*runs: Path) -> Finding:
@@ -49,7 +49,7 @@ def sweep_losses(recipe: Sweep, archive: Archive) -> Losses:
     """Returns what a sweep found."""
     return {
         contestant.label: {
-            rung: [score(run) for run in runs]
+            rung: fmean(map(score, runs))
             for rung in recipe.rungs
             if (runs := archive.runs(recipe.name, variant_at(contestant.variant, rung)))
         }
@@ -62,31 +62,27 @@ def search_losses(quick: bool, archive: Archive) -> Losses:
     race = resnet20_race(quick)
     return {
         contestant.label: {
-            rung: [loss] for rung, loss in sorted(race.searched(contestant, archive).losses.items()) if rung % 2 == 0
+            rung: loss for rung, loss in race.searched(contestant, archive).losses.items() if rung % 2 == 0
         }
         for contestant in race.contestants
     }
 
 
-def good_decades(losses: dict[int, list[float]], best: float | None = None) -> float | None:
-    """Returns over how many decades of learning rates the mean loss is at most a quarter above the best one.
+def good_decades(losses: dict[int, float], best: float) -> float | None:
+    """Returns over how many decades of learning rates the loss is at most a quarter above the best one.
 
-    A grid of two rates to a decade: every good rate stands for half a decade.
+    A grid of two rates to a decade: every good rate stands for half a decade. None if nothing was learnt at any rate.
 
     Args:
-        losses: by rung, of every seed.
-        best: the loss to compare with; by default the best of these.
+        losses: by rung.
+        best: the loss to compare with.
     """
-    means = [mean for values in losses.values() if math.isfinite(mean := fmean(values))]
-    if not means:
-        return None
-    limit = GOOD * (min(means) if best is None else best)
-    return 0.5 * sum(1 for mean in means if mean <= limit)
+    finite = [loss for loss in losses.values() if math.isfinite(loss)]
+    return 0.5 * sum(loss <= GOOD * best for loss in finite) if finite else None
 
 
-def best_loss(losses: dict[int, list[float]]) -> float | None:
-    """Returns the lowest mean loss of any rate; None if all diverged."""
-    return min((mean for values in losses.values() if math.isfinite(mean := fmean(values))), default=None)
+def _lowest(losses: dict[int, float]) -> float:
+    return min(losses.values(), default=math.inf)
 
 
 def statements(parts: dict[str, Losses]) -> list[Statement]:
@@ -96,8 +92,8 @@ def statements(parts: dict[str, Losses]) -> list[Statement]:
     for title, losses in parts.items():
         for label in [name for name in losses if not name.startswith("C-")]:
             plain, corrected = losses[label], losses[f"C-{label}"]
-            own, plain_own = good_decades(corrected), good_decades(plain)
-            as_good = good_decades(corrected, best_loss(plain))
+            own, plain_own = (good_decades(one, _lowest(one)) for one in (corrected, plain))
+            as_good = good_decades(corrected, _lowest(plain))
             if own is None or plain_own is None or as_good is None:
                 checks.append(None)
                 continue
@@ -116,32 +112,15 @@ def _figure(parts: dict[str, Losses]) -> Figure:
         "Loss against the learning rate",
         "Means over seeds. A rate without a point diverged with at least one seed, or ended with a loss above "
         f"{DRAWN_UP_TO:g}.",
-        [
-            Panel(
-                title,
-                [_series(label, by_rung) for label, by_rung in losses.items() if by_rung],
-                [Axis("rate", "learning rate", log=True)],
-                [Axis("loss", "mean training loss over the last epoch", log=True)],
-            )
-            for title, losses in parts.items()
-        ],
+        rate_panels(parts, "mean training loss over the last epoch"),
     )
-
-
-def _series(label: str, losses: dict[int, list[float]]) -> Series:
-    columns: dict[str, list[Number]] = {
-        "rate": [rate_at(rung) for rung in losses],
-        "loss": [mean if (mean := fmean(values)) <= DRAWN_UP_TO else None for values in losses.values()],
-    }
-    return Series(label, columns, style="line+markers")
 
 
 def _table(parts: dict[str, Losses]) -> Table:
     rows: list[list[str | Number]] = []
     for title, losses in parts.items():
         for label, by_rung in losses.items():
-            finite = {rung: mean for rung, values in by_rung.items() if math.isfinite(mean := fmean(values))}
-            if finite:
-                best = min(finite, key=lambda rung: finite[rung])
-                rows.append([title, label, rate_at(best), finite[best], good_decades(by_rung)])
+            best = min(by_rung, key=lambda rung: by_rung[rung], default=None)
+            if best is not None and math.isfinite(loss := by_rung[best]):
+                rows.append([title, label, rate_at(best), loss, good_decades(by_rung, loss)])
     return Table("The best rate of each", ["network", "optimiser", "best rate", "its loss", "good decades"], rows)

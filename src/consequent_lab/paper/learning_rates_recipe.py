@@ -6,8 +6,7 @@ The same for ResNet-20 is what the search of that experiment has tried anyway: t
 from typing import Literal
 
 from consequent_lab.paper import resnet20_recipe
-from consequent_lab.paper.archive import Archive
-from consequent_lab.paper.recipes import Contestant, Job, Race, Step, Sweep
+from consequent_lab.paper.recipes import Contestant, Race, Sweep
 from consequent_lab.train_config import TrainConfig
 
 NAME = "learning-rates"
@@ -29,27 +28,6 @@ def sweep(quick: bool = False) -> Sweep:
 def resnet20_race(quick: bool = False) -> Race:
     """Returns the contestants of ResNet-20 whose search shows their learning rates."""
     return resnet20_recipe.race(quick).select(tuple(label.lower() for label in RESNET20_LABELS), ())
-
-
-class SearchOnly:
-    """A race of which only the search is run here.
-
-    Args:
-        race: whose.
-    """
-
-    def __init__(self, race: Race) -> None:
-        self._race = race
-        self.name = race.name
-        self.variants = race.variants
-
-    def select(self, patterns: tuple[str, ...], seeds: tuple[int, ...]) -> "SearchOnly":
-        """Returns the search of those that match; it has a seed of its own."""
-        return SearchOnly(self._race.select(patterns, ()))
-
-    def jobs(self, archive: Archive, steps: tuple[Step, ...]) -> list[Job]:
-        """Returns the search runs that are not finished."""
-        return self._race.jobs(archive, tuple(step for step in steps if step == "search"))
 
 
 def _config(label: str, quick: bool) -> TrainConfig:

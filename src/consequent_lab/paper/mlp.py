@@ -6,19 +6,16 @@ from pathlib import Path
 from statistics import fmean
 
 from consequent_lab.paper.findings import Axis, Figure, Finding, Panel, Statement
-from consequent_lab.paper.kept_contestants import (
+from consequent_lab.paper.kept_contestants import KeptContestant, kept_race, lowered, mean_of
+from consequent_lab.paper.measures import EPOCHS_OF_A_DROP, apart, crossing, roughness, sharp_drop
+from consequent_lab.paper.mlp_recipe import NAME, NORMALISATIONS, race, title_of
+from consequent_lab.paper.race_finding import (
     ITERATIONS_OR_SECONDS,
-    KeptContestant,
     circumstances,
-    kept_race,
-    lowered,
-    mean_of,
     race_finding,
     search_figure,
     seconds_note,
 )
-from consequent_lab.paper.measures import EPOCHS_OF_A_DROP, apart, crossing, roughness, sharp_drop
-from consequent_lab.paper.mlp_recipe import NAME, NORMALISATIONS, race, title_of
 from consequent_lab.paper.recipes import Race
 from consequent_lab.paper.statements import Outcome, judged, statement_rows
 

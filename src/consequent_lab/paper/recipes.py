@@ -1,10 +1,11 @@
 """What a recipe runs: contestants, each searched, trained and timed; and which of these runs can start now."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Literal, Self
 
 from consequent_lab.paper.archive import Archive
 from consequent_lab.paper.rates import NEVER, Chosen, Search, Searched, chosen, rate_at, searched, variant_at
@@ -35,24 +36,6 @@ class Job:
         return RunFolder.of(runs, self.recipe, self.variant, self.config.seed)
 
 
-class Recipe(Protocol):
-    """Runs that belong together."""
-
-    @property
-    def name(self) -> str:
-        """Of its folder."""
-
-    @property
-    def variants(self) -> tuple[str, ...]:
-        """What `select` knows."""
-
-    def select(self, patterns: tuple[str, ...], seeds: tuple[int, ...]) -> "Recipe":
-        """Returns the recipe with fewer variants (none given: with all) or other seeds (none given: with its own)."""
-
-    def jobs(self, archive: Archive, steps: tuple[Step, ...]) -> list[Job]:
-        """Returns the runs that are not finished and need no other run first."""
-
-
 @dataclass(frozen=True)
 class Contestant:
     """One model with one optimiser; the learning rate is searched."""
@@ -72,8 +55,8 @@ class Contestant:
 
 
 @dataclass(frozen=True)
-class _Contest:
-    """Contestants under one name."""
+class Recipe(ABC):
+    """Runs of contestants that belong together, under one name."""
 
     name: str
     contestants: tuple[Contestant, ...]
@@ -84,13 +67,17 @@ class _Contest:
         return tuple(contestant.variant for contestant in self.contestants)
 
     def select(self, patterns: tuple[str, ...], seeds: tuple[int, ...]) -> Self:
-        """Returns the contest of those that match, with these seeds."""
+        """Returns the recipe with fewer contestants (none given: with all) or other seeds (none given: with theirs)."""
         kept = (one for one in self.contestants if not patterns or matches(one.variant, patterns))
         return replace(self, contestants=tuple(replace(one, seeds=seeds or one.seeds) for one in kept))
 
+    @abstractmethod
+    def jobs(self, archive: Archive, steps: tuple[Step, ...]) -> list[Job]:
+        """Returns the runs that are not finished and need no other run first."""
+
 
 @dataclass(frozen=True)
-class Race(_Contest):
+class Race(Recipe):
     """Contestants that are searched by the same rules, then trained, then timed one by one."""
 
     search: Search
@@ -144,7 +131,7 @@ class Race(_Contest):
 
 
 @dataclass(frozen=True)
-class Sweep(_Contest):
+class Sweep(Recipe):
     """Contestants at every one of some learning rates."""
 
     rungs: tuple[int, ...]
@@ -160,6 +147,18 @@ class Sweep(_Contest):
             for number, seed in enumerate(one.seeds)
             if archive.run(self.name, variant_at(one.variant, rung), seed) is None
         ]
+
+
+@dataclass(frozen=True)
+class SearchOnly(Recipe):
+    """Contestants of a race of which only the search is run here."""
+
+    race: Race
+
+    def jobs(self, archive: Archive, steps: tuple[Step, ...]) -> list[Job]:
+        """Returns the search runs that are not finished."""
+        searched = replace(self.race, contestants=self.contestants)
+        return searched.jobs(archive, ("search",)) if "search" in steps else []
 
 
 def matches(variant: str, patterns: Iterable[str]) -> bool:

@@ -6,15 +6,8 @@ from pathlib import Path
 
 from consequent_lab.paper.archive import KeptRun
 from consequent_lab.paper.findings import Axis, Figure, Finding, Lead, Number, Panel, Series, Table
-from consequent_lab.paper.kept_contestants import (
-    ITERATIONS_OR_SECONDS,
-    KeptContestant,
-    kept_race,
-    race_finding,
-    search_figure,
-    seconds_note,
-    spread,
-)
+from consequent_lab.paper.kept_contestants import KeptContestant, kept_race, spread
+from consequent_lab.paper.race_finding import ITERATIONS_OR_SECONDS, race_finding, search_figure, seconds_note
 from consequent_lab.paper.resnet20_measures import ALL_CORRECT, last_common_epoch, layer_norms, reaches, stays_at_all
 from consequent_lab.paper.resnet20_recipe import NAME, SHORT, race
 from consequent_lab.paper.resnet20_statements import statements

@@ -9,8 +9,9 @@ from typing import Any
 
 from consequent_lab.models import resnet20
 from consequent_lab.paper.findings import Statement
-from consequent_lab.paper.kept_contestants import KeptContestant, all_above, circumstances, lowered, spread
+from consequent_lab.paper.kept_contestants import KeptContestant, all_above, lowered, spread
 from consequent_lab.paper.measures import about, advantage, apart, crossing, distance, roughness, smoothed, up_to
+from consequent_lab.paper.race_finding import circumstances
 from consequent_lab.paper.recipes import Race
 from consequent_lab.paper.resnet20_measures import (
     ALL_CORRECT,

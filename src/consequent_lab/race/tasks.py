@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from consequent_lab.augmentation import moved_and_mirrored
-from consequent_lab.digits import load_digits
+from consequent_lab.datasets import load_digits
 from consequent_lab.models import LanguageModel, mlp, residual_net
 from consequent_lab.race import sources
 from consequent_lab.race.measures import Best, Final, TimeTo

@@ -4,7 +4,6 @@ import base64
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import get_args
 
@@ -12,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from consequent_lab.paper.findings import KINDS, Finding, Number, Table, Verdict
+from consequent_lab.records import package_version
 from consequent_lab.report.curve_styles import DASHES, curve_styles
 from consequent_lab.report.payload import aspect, choices, columns_of, payload, rounded
 
@@ -61,7 +61,7 @@ def page(findings: Sequence[Finding]) -> str:
         # Files of this package; nothing else on the page is marked as safe.
         scripts=[Markup(script) for script in scripts],
         script_digests=[_digest(script) for script in scripts],
-        version=_version(),
+        version=package_version("consequent"),
     )
 
 
@@ -92,10 +92,3 @@ def _asset(name: str) -> str:
 def _digest(script: str) -> str:
     """Returns what the page's security policy knows a script by; no other script runs."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _version() -> str:
-    try:
-        return version("consequent")
-    except PackageNotFoundError:
-        return "not installed"

@@ -142,18 +142,26 @@ def _draw_panel(axes: Axes, panel: Panel, x: Axis, y: Axis, styles: dict[str, Cu
 def _draw_curve(axes: Axes, curve: Curve, x: Axis, y: Axis, line: CurveStyle) -> None:
     style, faint = curve.series.style, curve.role == "one of several"
     with_markers = style == "markers" or (style == "line+markers" and not faint)
+    properties = _line_properties(line, with_line=style != "markers", with_markers=with_markers)
+    if faint:
+        properties |= {"linewidth": 0.6, "alpha": 0.5}
     axes.plot(
         _numbers(curve.series.columns[x.column]),
         _numbers(curve.series.columns[y.column]),
-        color=line.colour.light,
-        linewidth=0.6 if faint else POINTS_PER_PIXEL * line.width,
-        linestyle="none" if style == "markers" else _linestyle(line),
-        alpha=0.5 if faint else 1.0,
-        marker=SYMBOLS[line.symbol] if with_markers else None,
         markersize=6 if style == "markers" else 3,
-        markeredgewidth=1.6 if line.symbol == "x" else 0,
         zorder=4 if line.points_only else 2 if faint else 3,
+        **properties,
     )
+
+
+def _line_properties(line: CurveStyle, *, with_line: bool, with_markers: bool) -> dict[str, Any]:
+    return {
+        "color": line.colour.light,
+        "linewidth": POINTS_PER_PIXEL * line.width,
+        "linestyle": "none" if not with_line else (0, DASHES[line.dash]) if DASHES[line.dash] else "-",
+        "marker": SYMBOLS[line.symbol] if with_markers else None,
+        "markeredgewidth": 1.6 if line.symbol == "x" else 0,
+    }
 
 
 def _draw_contours(axes: Axes, contours: Contours) -> None:
@@ -180,22 +188,9 @@ def _scale(axis: Any, log: bool) -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def _linestyle(line: CurveStyle) -> Any:
-    return (0, DASHES[line.dash]) if DASHES[line.dash] else "-"
-
-
 def _legend_line(group: str, line: CurveStyle) -> Line2D:
-    return Line2D(
-        [],
-        [],
-        label=_text(group),
-        color=line.colour.light,
-        linewidth=POINTS_PER_PIXEL * line.width,
-        linestyle="none" if line.points_only else _linestyle(line),
-        marker=SYMBOLS[line.symbol] if line.points_only else None,
-        markersize=6,
-        markeredgewidth=1.6 if line.symbol == "x" else 0,
-    )
+    properties = _line_properties(line, with_line=not line.points_only, with_markers=line.points_only)
+    return Line2D([], [], label=_text(group), markersize=6, **properties)
 
 
 def _numbers(values: list[float | None]) -> np.ndarray:
