@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import consequent
-from consequent import correction
+from consequent.correction import backward_passes
 from consequent.engines.step import ENGINES
 from consequent.statistics.rows import Rows
 
@@ -70,7 +70,7 @@ class Clock:
 def timed_solves(clock: Clock) -> Iterator[None]:
     """Let the clock run wherever new gradients, or moments for them, are computed."""
     with contextlib.ExitStack() as stack:
-        targets: list[tuple[Any, str]] = [(correction, "corrected_in_backward"), (Rows, "moment")]
+        targets: list[tuple[Any, str]] = [(backward_passes, "corrected_in_backward"), (Rows, "moment")]
         targets += [(engine, name) for engine in ENGINES for name in ("solve", "write")]
         for owner, name in targets:
             stack.enter_context(mock.patch.object(owner, name, clock.around(getattr(owner, name))))

@@ -32,30 +32,20 @@ class _Consequentialist(Optimizer):
 
     correction: Consequentialism
 
-    def __init__(
-        self,
-        model: nn.Module,
-        params: Params | None,
-        damping: float | None,
-        options: Options,
-        torchs: dict[str, Any],
-    ) -> None:
+    def __init__(self, given: dict[str, Any]) -> None:
         """Make the torch optimiser, and correct its gradients.
 
         Args:
-            model: the model.
-            params: what to optimise; None is all of its parameters.
-            damping: λ.
-            options: our further arguments.
-            torchs: those of the torch optimiser.
+            given: all arguments by name, as a class's own signature has them: those that are not ours go to torch.
         """
-        self._damping = damping
-        self._options = options
+        given = {name: value for name, value in given.items() if name not in ("self", "__class__")}
+        model, params, self._damping = given.pop("model"), given.pop("params"), given.pop("damping")
+        self._options = Options(**{name: given.pop(name) for name in Options.__annotations__})  # type: ignore[typeddict-item]
         if isinstance(params, int | float):
             raise TypeError(f"{type(self).__name__}(model, {params}): the learning rate is a keyword, lr={params}")
-        correction = Consequentialism(model, damping, **self._options)  # checks its arguments first
+        correction = Consequentialism(model, self._damping, **self._options)  # checks its arguments first
         try:
-            super().__init__(model.parameters() if params is None else params, **torchs)
+            super().__init__(model.parameters() if params is None else params, **given)
             correction.attach(self)
         except BaseException:
             correction.detach()
@@ -177,37 +167,7 @@ class CSGD(_Consequentialist, SGD):
         across_ranks: bool = True,
         at: str = "step",
     ) -> None:
-        super().__init__(
-            model,
-            params,
-            damping,
-            Options(
-                relative_damping=relative_damping,
-                loss_reduction=loss_reduction,
-                include=include,
-                exclude=exclude,
-                averaging=averaging,
-                refresh=refresh,
-                largest_block=largest_block,
-                bound=bound,
-                check=check,
-                foresight=foresight,
-                process_group=process_group,
-                across_ranks=across_ranks,
-                at=at,
-            ),
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "dampening": dampening,
-                "weight_decay": weight_decay,
-                "nesterov": nesterov,
-                "maximize": maximize,
-                "foreach": foreach,
-                "differentiable": differentiable,
-                "fused": fused,
-            },
-        )
+        super().__init__(locals())
 
 
 class CAdam(_Consequentialist, Adam):
@@ -276,39 +236,7 @@ class CAdam(_Consequentialist, Adam):
         across_ranks: bool = True,
         at: str = "step",
     ) -> None:
-        super().__init__(
-            model,
-            params,
-            damping,
-            Options(
-                relative_damping=relative_damping,
-                loss_reduction=loss_reduction,
-                include=include,
-                exclude=exclude,
-                averaging=averaging,
-                refresh=refresh,
-                largest_block=largest_block,
-                bound=bound,
-                check=check,
-                foresight=foresight,
-                process_group=process_group,
-                across_ranks=across_ranks,
-                at=at,
-            ),
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "amsgrad": amsgrad,
-                "foreach": foreach,
-                "maximize": maximize,
-                "capturable": capturable,
-                "differentiable": differentiable,
-                "fused": fused,
-                "decoupled_weight_decay": decoupled_weight_decay,
-            },
-        )
+        super().__init__(locals())
 
 
 class CAdamW(_Consequentialist, AdamW):
@@ -375,38 +303,7 @@ class CAdamW(_Consequentialist, AdamW):
         across_ranks: bool = True,
         at: str = "step",
     ) -> None:
-        super().__init__(
-            model,
-            params,
-            damping,
-            Options(
-                relative_damping=relative_damping,
-                loss_reduction=loss_reduction,
-                include=include,
-                exclude=exclude,
-                averaging=averaging,
-                refresh=refresh,
-                largest_block=largest_block,
-                bound=bound,
-                check=check,
-                foresight=foresight,
-                process_group=process_group,
-                across_ranks=across_ranks,
-                at=at,
-            ),
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "amsgrad": amsgrad,
-                "maximize": maximize,
-                "foreach": foreach,
-                "capturable": capturable,
-                "differentiable": differentiable,
-                "fused": fused,
-            },
-        )
+        super().__init__(locals())
 
 
 class CRMSprop(_Consequentialist, RMSprop):
@@ -473,35 +370,4 @@ class CRMSprop(_Consequentialist, RMSprop):
         across_ranks: bool = True,
         at: str = "step",
     ) -> None:
-        super().__init__(
-            model,
-            params,
-            damping,
-            Options(
-                relative_damping=relative_damping,
-                loss_reduction=loss_reduction,
-                include=include,
-                exclude=exclude,
-                averaging=averaging,
-                refresh=refresh,
-                largest_block=largest_block,
-                bound=bound,
-                check=check,
-                foresight=foresight,
-                process_group=process_group,
-                across_ranks=across_ranks,
-                at=at,
-            ),
-            {
-                "lr": lr,
-                "alpha": alpha,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "momentum": momentum,
-                "centered": centered,
-                "capturable": capturable,
-                "foreach": foreach,
-                "maximize": maximize,
-                "differentiable": differentiable,
-            },
-        )
+        super().__init__(locals())

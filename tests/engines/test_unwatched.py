@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import consequent
-from consequent.correction import Counters
 from consequent.engines import step as rewrite
+from consequent.reports.counters import Counters
 
 
 class Twice(nn.Module):

@@ -30,9 +30,14 @@ class LossDivisor:
     """
 
     def __init__(self, reduction: LossReduction, entries: Entries) -> None:
-        self.reduction = reduction
         self._entries = entries
         self._hook: RemovableHandle | None = None
+        self.change(reduction)
+
+    def change(self, reduction: LossReduction) -> None:
+        """From now on it sums up so."""
+        self.remove()
+        self.reduction = reduction
         if isinstance(reduction, nn.Module):
             drop_inert_hooks(reduction)
             self._hook = reduction.register_forward_hook(EntryHook(self._criterion_called), with_kwargs=True)
@@ -41,6 +46,7 @@ class LossDivisor:
         """See no more of the criterion."""
         if self._hook is not None:
             self._hook.remove()
+            self._hook = None
 
     @property
     def is_seen(self) -> bool:

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import nn
 
-from consequent.maths.checks import check_nonnegative
+from consequent.maths.checks import check_nonnegative, check_positive
 from consequent.options.criteria import check_criterion, is_loss_function
 from consequent.options.selection import Patterns
+from consequent.ranks.process_group import check_process_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from consequent.statistics.averages import Averages
 
 # "mean", "sum", "mse", "tokens"; a divisor; a function of N; or a loss of torch, as a function or as a module.
 LossReduction = str | float | Callable[..., Any]
@@ -55,6 +58,49 @@ def check_averaging(averaging: float, refresh: int, *, at: str, foresight: bool)
         raise ValueError('averaging= and refresh= need at="step", the default: a backward pass does not know the step')
     if foresight:
         raise ValueError("foresight=True compares with a step's own inputs: leave averaging= and refresh= out")
+
+
+def check_what_needs_the_step(
+    at: str, *, foresight: bool, process_group: "ProcessGroup | None", across_ranks: bool
+) -> None:
+    """Raise where gradients are corrected in the backward pass and something is chosen that is for the step."""
+    if at == "backward" and foresight:
+        raise ValueError(
+            'foresight=True compares gradients at the step with those before: it needs at="step", the default'
+        )
+    if process_group is None:
+        return
+    check_process_group(process_group)
+    if at == "backward":
+        raise ValueError(
+            'process_group= is for at="step": with at="backward" each rank corrects with its own inputs, and '
+            "who averages the gradients averages the corrections"
+        )
+    if not across_ranks:
+        raise ValueError("process_group names ranks, and across_ranks=False says to ignore them: give one")
+
+
+def check_bound(bound: float | None) -> None:
+    """Raise unless it is a fraction of the outputs' size, or None: no bound."""
+    if bound is not None:
+        check_positive("bound", bound, "0.2 is usual, None is no bound")
+
+
+def refuse_averaged_blocks(largest_block: int | None, averages: "Averages") -> None:
+    """Raise if wide layers are to be solved for in blocks, and moments to be averaged."""
+    if largest_block is not None and averages.are_used:
+        raise ValueError(
+            f"largest_block={largest_block}: blocks are not averaged; leave it out, or averaging= and refresh="
+        )
+
+
+def refuse_shared_blocks(largest_block: int | None) -> None:
+    """Raise if wide layers are to be solved for in blocks, on several ranks."""
+    if largest_block is not None:
+        raise RuntimeError(
+            f"largest_block={largest_block}: blocks are not exchanged between ranks; leave it out, or attach with "
+            'at="backward"'
+        )
 
 
 def check_largest_block(largest_block: int | None, where: str = "") -> None:

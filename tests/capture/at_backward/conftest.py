@@ -1,16 +1,16 @@
 import pytest
 
-import consequent.correction
+from consequent.correction import backward_passes
 
 
 @pytest.fixture
 def solves(monkeypatch):
     """The weights' layers that were solved for, one after the other."""
-    found, solve = [], consequent.correction.corrected_in_backward
+    found, solve = [], backward_passes.corrected_in_backward
 
     def counted(gathered, *args, **kwargs):
         found.append(gathered.products[0].use.layer)
         return solve(gathered, *args, **kwargs)
 
-    monkeypatch.setattr(consequent.correction, "corrected_in_backward", counted)
+    monkeypatch.setattr(backward_passes, "corrected_in_backward", counted)
     return found

@@ -188,7 +188,7 @@ def test_a_pass_that_raises_leaves_nothing_behind():
     assert all(p.grad is None for p in model[5:].parameters())
     backward(model, x)
     assert_same(gradients(model), wanted)
-    assert not correction._after_pass._passes
+    assert not correction._passes.after_pass._passes
 
 
 def _raise(grad):
@@ -263,7 +263,7 @@ def test_recorded_launches_read_what_is_there_now_and_overwrite_no_gradient(monk
         assert all(torch.equal(*pair) for pair in zip(its, copies, strict=True))
     if DEVICE.type == "cpu":
         assert Recorder.replayed >= 3
-    memory = [weakref.ref(one) for its in correction._after_pass._launches._copies.values() for one in its]
+    memory = [weakref.ref(one) for its in correction._passes.after_pass._launches._copies.values() for one in its]
     assert memory
     correction.detach()
     if DEVICE.type == "cpu":

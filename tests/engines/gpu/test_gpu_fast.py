@@ -17,6 +17,7 @@ import consequent
 from consequent.capture.use import Entry, Use
 from consequent.engines.gpu import kernels
 from consequent.layers.linear import Linear
+from consequent.reports.counters import Counters
 from consequent.statistics.row_matrices import RowMatrices
 from consequent_lab.models import mlp, residual_net
 
@@ -64,7 +65,7 @@ def test_kernels_and_side_streams_train_as_float64_does(memory_format, micro_bat
     expected, _ = trained(start, dtype=torch.float64, device="cpu")
     actual, optimizer = trained(start.to(memory_format=memory_format), micro_batches=micro_batches)
     assert distance(actual, expected, start) < 2e-2  # TF32 in the model's own convolutions, four steps
-    assert optimizer.correction.counters == consequent.correction.Counters(steps=4)
+    assert optimizer.correction.counters == Counters(steps=4)
 
 
 def test_kernels_give_what_torch_gives(monkeypatch):
@@ -111,7 +112,7 @@ def test_large_matrices_are_factorised_together(graph):
         else:
             for _ in range(6):
                 take_step(model, optimizer, *batch)
-        assert correction.counters == consequent.correction.Counters(steps=6)
+        assert correction.counters == Counters(steps=6)
         models.append(model.cpu())
     assert distance(models[0], models[1], start) < 1e-3
 
@@ -300,9 +301,7 @@ def test_two_optimisers_on_one_loss_in_one_graph():
                 step()
             for _ in range(7):
                 graph.replay()
-        assert all(
-            optimizer.correction.counters == consequent.correction.Counters(steps=10) for optimizer in optimizers
-        )
+        assert all(optimizer.correction.counters == Counters(steps=10) for optimizer in optimizers)
         return first, second
 
     for model, twin in zip(run(True), run(False), strict=True):

@@ -10,6 +10,7 @@ from torch import nn
 
 import consequent
 from consequent.engines.gpu import recordings as replay
+from consequent.reports.counters import Counters
 from consequent_lab.models import residual_net
 
 pytestmark = [
@@ -112,7 +113,7 @@ def test_recordings_change_no_number(loop, monkeypatch):
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", _counted(torch.cuda.CUDAGraph.replay, replayed))
     actual, optimizer = trained(start, loop)
     assert len(replayed) > 5
-    assert optimizer.correction.counters == consequent.correction.Counters(steps=STEPS)
+    assert optimizer.correction.counters == Counters(steps=STEPS)
     monkeypatch.setattr(replay.Replays, "run", lambda self, piece, key, work: (work(), False))
     expected, _ = trained(start, loop)
     assert (actual - expected).norm() <= 2e-3 * (expected - weights(start)).norm()  # the model's own sums vary

@@ -1,0 +1,43 @@
+"""What is looked at once, at the first step, and may be warned of."""
+
+from consequent.capture.use import Entry
+from consequent.correction.parts import Parts
+from consequent.correction.territory import names_of
+from consequent.reports.doubts import doubt_about_samples
+
+
+class FirstStep:
+    """Doubts about N, and about layers of which a part lies in no optimiser."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._is_over = False
+
+    def look(self, passes: list[set[Entry]]) -> None:
+        """Tell of an N that can hardly be what the loss was averaged over; at the first step only.
+
+        Args:
+            passes: the backward passes, each with the entries that took part in it.
+        """
+        if self._is_over:
+            return
+        self._is_over = True
+        capture, reports = self._parts.capture, self._parts.reports
+        if self._parts.groups.optimizers:
+            self._warn_of_halves()
+        capture.entries.looks_at_tokens = False
+        if self._parts.loss.reduction == "mean":
+            reports.samples_in_doubt(doubt_about_samples(passes, capture.model))
+
+    def _warn_of_halves(self) -> None:
+        """Tell of a layer whose weight, or bias, is trained and in none of the optimisers."""
+        groups = self._parts.groups
+        for layer, parameters in self._parts.territory.by_layer().items():
+            trained = [p for p in parameters if p.requires_grad]
+            held = [p for p in trained if groups.owns(p)]
+            if 0 < len(held) < len(trained):
+                names = {id(p): name for name, p in layer.named_parameters()}
+                missing = [p for p in trained if not groups.owns(p)]
+                parts = [[names.get(id(p), "weight or bias") for p in some] for some in (held, missing)]
+                self._parts.reports.half_held(self._parts.capture.names[layer], names_of(groups.optimizers), *parts)
+                return

@@ -1,0 +1,77 @@
+"""What of a correction is saved and loaded: settings, counters and averaged moments."""
+
+import warnings
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from consequent.correction.layers import weights_of
+from consequent.correction.parts import Parts
+from consequent.maths.damping import Damping
+from consequent.options.settings import check_bound, check_largest_block, refuse_averaged_blocks
+from consequent.reports.counters import Counters
+from consequent.reports.errors import ConsequentWarning
+
+if TYPE_CHECKING:
+    from consequent.correction.consequentialism import Consequentialism
+
+VERSION = 2  # of state dicts
+
+
+def state_of(correction: "Consequentialism", parts: Parts) -> dict[str, Any]:
+    """A state dict; dampings of parameter groups are in the optimiser's own."""
+    reduction, averages = correction.loss_reduction, parts.rewriter.averages
+    names = {weight: name for name, (weight, *_) in reversed(weights_of(parts.capture).items())}
+    kept = {"averages": averages.state_dict(names)} if averages.are_used else {}
+    return {
+        **kept,
+        "version": VERSION,
+        "damping": correction.damping,
+        "relative_damping": correction.relative_damping,
+        "bound": correction.bound,
+        "largest_block": correction.largest_block,
+        "loss_reduction": None if callable(reduction) else reduction,
+        "counters": asdict(correction.counters),
+    }
+
+
+def load(state: dict[str, Any], correction: "Consequentialism", parts: Parts) -> None:
+    """Take a state dict over; nothing is changed where it is none."""
+    missing = {"damping", "relative_damping", "loss_reduction", "counters"} - set(state)
+    if missing:
+        raise ValueError(f"not a state dict of Consequentialism: {sorted(missing)} missing")
+    version = state.get("version", 1)
+    if version not in range(1, VERSION + 1):
+        raise ValueError(f"a state dict of version {version!r}: this library knows versions up to {VERSION}")
+    damping, averages = _damping_of(state), parts.rewriter.averages
+    bound = state.get("bound")  # in the first version there was none
+    check_bound(bound)
+    largest_block = state.get("largest_block", correction.largest_block)  # not in older states
+    check_largest_block(largest_block)
+    refuse_averaged_blocks(largest_block, averages)
+    counters = Counters(**state["counters"])
+    if "averages" in state and averages.are_used:
+        averages.load_state_dict(state["averages"], weights_of(parts.capture))
+    if state["loss_reduction"] is not None:
+        correction.loss_reduction = state["loss_reduction"]
+    parts.groups.change_default(damping)
+    correction.bound = bound
+    correction.largest_block = largest_block
+    parts.reports.restore(counters)
+
+
+def _damping_of(state: dict[str, Any]) -> Damping:
+    """λ of a state dict. The first version had a relative one beside an absolute one, and in another unit."""
+    damping, relative = state["damping"], state["relative_damping"]
+    if state.get("version", 1) == 1 and relative is not None:
+        warnings.warn(
+            f"this state's relative_damping={relative!r} was meant as a fraction of the inputs' mean squared norm, "
+            "trace(XXᵀ)/N; now it is one of trace(XXᵀ)/min(N, D), which is more where a layer has more rows than "
+            "columns. It is taken as it is: set correction.relative_damping to what you want",
+            ConsequentWarning,
+            stacklevel=4,
+        )
+        damping = None
+    chosen = Damping.chosen(damping, relative)
+    if chosen is None:
+        raise ValueError("a state dict of Consequentialism has a damping or a relative_damping, this one has neither")
+    return chosen
