@@ -70,7 +70,6 @@ def loss_surface():
         "loss-surface",
         "Loss surface",
         summary + "the other. Plain gradients point across the ellipses; consequentialism undoes the bending.",
-        ["consequent reproduce loss-surface"],
         [figure],
         statements,
         [table],
@@ -105,7 +104,7 @@ def output_paths():
     series += [Series("target", {"a": [0.0], "b": [-1.0]}, style="markers")]
     panel = Panel("C-SGD 0.7, SGD 0.03", series, [Axis("a", "first output")], [Axis("b", "second output")])
     figure = Figure("output-paths", "The outputs of two samples", "From the dots to the crosses.", [panel])
-    return Finding("output-paths", "The path of the outputs", "One dense layer.", ["consequent reproduce"], [figure])
+    return Finding("output-paths", "The path of the outputs", "One dense layer.", [figure])
 
 
 def resnet(points):
@@ -148,7 +147,6 @@ def resnet(points):
         "resnet20",
         "ResNet-20",
         "Three optimisers, plain and C-, without and with BatchNorm, on CIFAR-10.",
-        ["consequent reproduce resnet20 --device cuda --runs runs", "consequent report --runs runs"],
         [figure],
         statements,
         [Table("Every run", columns, rows)],
@@ -186,7 +184,6 @@ def hostile():
         "hostile",
         HOSTILE,
         HOSTILE,
-        [HOSTILE],
         [Figure("hostile", HOSTILE, HOSTILE, [panel])],
         [Statement(HOSTILE, "toy", HOSTILE, HOSTILE, (True,), HOSTILE, HOSTILE)],
         [Table(HOSTILE, [HOSTILE, "n"], [[HOSTILE, 1.0], ["b", None], ["a", 10.0], ["c", 2.0]])],
@@ -200,4 +197,4 @@ def bare():
     losses = Panel("Losses", [series], [Axis("a", "a")], [Axis("b", "one loss"), Axis("c", "another loss")])
     rates = Panel("Accuracies", [series], [Axis("a", "a")], [Axis("d", "one accuracy"), Axis("e", "another accuracy")])
     both = [Figure("bare", "Nothing", "", [empty, empty]), Figure("begun", "Something", "", [empty, losses, rates])]
-    return Finding("bare", "Not run yet", "There are no runs.", [], both)
+    return Finding("bare", "Not run yet", "There are no runs.", both)

@@ -325,7 +325,7 @@ GOOD = Panel("p", [Series("s", {"a": [1.0], "b": [1.0]})], [Axis("a", "a")], [Ax
         (lambda: Contours([1.0, 2.0], [1.0], [[1.0]]), "1 rows of 2 heights"),
         (lambda: Contours([1.0], [1.0], [[math.nan]]), "contours must be finite"),
         (lambda: Figure("../g", "", "", [GOOD]), "figure '../g': .* letters, digits"),
-        (lambda: Finding("a b", "", "", []), "experiment 'a b': .* letters, digits"),
+        (lambda: Finding("a b", "", ""), "experiment 'a b': .* letters, digits"),
         (lambda: Figure("g", "", "", []), "figure 'g' has no panels"),
         (lambda: Table("t", ["a", "b"], [["x"]]), "table 't': row 1 has 1 cells for 2 columns"),
     ],
@@ -337,7 +337,7 @@ def test_what_cannot_be_shown_is_refused_by_name(make, message):
 
 
 def test_two_figures_of_one_name_are_refused(tmp_path):
-    finding = Finding("f", "", "", [], [Figure("g", "", "", [GOOD])] * 2)
+    finding = Finding("f", "", "", [Figure("g", "", "", [GOOD])] * 2)
     with pytest.raises(ValueError, match="each figure needs a name of its own, got g, g"):
         write_report([finding], tmp_path / "report.html", tmp_path)
 

@@ -285,7 +285,7 @@ def test_commands_are_copied(shared):
     command = shared.locator("#experiment-hostile .command")
     command.get_by_role("button").click()
     playwright.expect(command.get_by_role("button")).to_have_text("Copied")
-    assert shared.evaluate("navigator.clipboard.readText()") == HOSTILE
+    assert shared.evaluate("navigator.clipboard.readText()") == "consequent reproduce hostile"
 
 
 def test_statements_of_one_verdict_are_shown_alone(shared):

@@ -21,10 +21,9 @@ from consequent_lab.paper.findings import Axis, Figure, Finding, Number, Panel, 
 from consequent_lab.paper.kept_contestants import KeptContestant, all_above, kept_race, lowered, spread
 from consequent_lab.paper.race_finding import circumstances, race_finding
 from consequent_lab.paper.recipes import Race
-from consequent_lab.paper.statements import Outcome, judged
+from consequent_lab.paper.statements import Found, Outcome, judged
 
 Kept = dict[str, KeptContestant]
-Found = tuple[str, list[bool | None]]  # what was measured, and what became of each part
 DERIVATIVES = ("RMSprop", "Adam", "Nesterov")
 
 

@@ -75,7 +75,6 @@ def finding(*runs: Path) -> Finding:
         title="Adaptive filters: LMS and NLMS",
         summary=f"Strong inputs (norm {STRONG:g}) and weak ones (norm {WEAK:g}) come in turn; sample {OUTLIER_AT} is "
         f"an outlier of norm {OUTLIER_NORM:g} whose target is off by {OUTLIER_ERROR:g}.",
-        commands=[f"consequent reproduce {NAME}"],
         figures=[_figure(streams)],
         statements=statements(streams),
         tables=[_table(streams)],

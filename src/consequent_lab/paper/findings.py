@@ -185,7 +185,6 @@ class Finding:
     name: str
     title: str
     summary: str
-    commands: list[str]  # that make it again
     figures: list[Figure] = field(default_factory=list)
     statements: list[Statement] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
@@ -194,3 +193,8 @@ class Finding:
 
     def __post_init__(self) -> None:
         _check_name("experiment", self.name)
+
+    @property
+    def command(self) -> str:
+        """What makes it again."""
+        return f"consequent reproduce {self.name}{' --quick' if self.is_small else ''}"

@@ -161,7 +161,6 @@ def finding(*runs: Path) -> Finding:
         summary=f"A perceptron with {len(HIDDEN)} hidden layers of {HIDDEN[0]} without biases on scikit-learn's "
         f"digits, mini-batches of {BATCH}, {STEPS} steps, three seeds. After every step the same mini-batch is shown "
         "again: did the outputs of each layer move as their gradients wanted? Its verdicts are counted apart.",
-        commands=[f"consequent reproduce {NAME}"],
         figures=[_figure(ours, plain)],
         statements=statements(plain, c_sgd, extension),
     )

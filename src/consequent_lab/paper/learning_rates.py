@@ -37,7 +37,6 @@ def finding(*runs: Path) -> Finding:
         name=NAME,
         title="Learning rates",
         summary=small if quick else summary,
-        commands=[f"consequent reproduce {NAME}{' --quick' if quick else ''}"],
         figures=[_figure(parts)],
         statements=[] if quick else statements(parts),
         tables=[_table(parts)],

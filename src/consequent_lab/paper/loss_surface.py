@@ -107,7 +107,6 @@ def finding(*runs: Path) -> Finding:
         title="Loss surface",
         summary="Two weights on separate inputs of different strength: the loss bends 16 times as much along one "
         "weight as along the other. Plain gradients point across the ellipses; consequentialism undoes the bending.",
-        commands=[f"consequent reproduce {NAME}"],
         figures=[_figure(paths)],
         statements=statements(paths),
         tables=[_table(paths)],

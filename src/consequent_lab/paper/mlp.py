@@ -17,7 +17,7 @@ from consequent_lab.paper.race_finding import (
     seconds_note,
 )
 from consequent_lab.paper.recipes import Race
-from consequent_lab.paper.statements import Outcome, judged, statement_rows
+from consequent_lab.paper.statements import Found, Outcome, judged, statement_rows
 
 BEGINNING = 5  # epochs
 COMPETITIVE = -0.05  # decades of loss at equal seconds: no more than about a tenth above
@@ -27,7 +27,6 @@ HELPS = 0.02  # decades of loss at equal iterations
 
 Cell = tuple[str, str]  # a data set and a normalisation
 Cells = dict[Cell, dict[str, KeptContestant]]  # SGD and C-SGD of each
-Found = tuple[str, list[bool | None]]  # what was measured, and what became of each part
 DROP = (
     f"A sharp drop: the first epoch after which the loss is a tenth, or less, of that {EPOCHS_OF_A_DROP} epochs before"
 )

@@ -125,7 +125,6 @@ def finding(*runs: Path) -> Finding:
         title="The path of the outputs to their targets",
         summary=f"One dense layer, {FEATURES} inputs, {OUTPUTS} outputs, a mini-batch of {SAMPLES} normal samples, the "
         "loss ½Σe². Every sample's output should move to its target; through the shared weights each moves the others.",
-        commands=[f"consequent reproduce {NAME}"],
         figures=[_figure(found)],
         statements=statements(found),
         tables=[_table(walks)],

@@ -177,7 +177,6 @@ def race_finding(
         name=name,
         title=title,
         summary=small_note(race) if is_small else summary,
-        commands=[f"consequent reproduce {name}{' --quick' if is_small else ''}"],
         figures=figures,
         statements=[] if is_small else statements(),
         tables=[*tables, rates_table(contestants), runs_table(contestants)],

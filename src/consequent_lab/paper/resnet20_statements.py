@@ -23,7 +23,7 @@ from consequent_lab.paper.resnet20_measures import (
     stays_at_all,
 )
 from consequent_lab.paper.resnet20_recipe import NAME
-from consequent_lab.paper.statements import Outcome, judged, statement_rows
+from consequent_lab.paper.statements import Found, Outcome, judged, statement_rows
 
 C_SGD_AT, C_NESTEROV_AT, CROSSING_AT = 8_000, 7_000, 25_000  # iterations that the paper names
 EQUAL_WINDOW = 10_000  # iterations that every contestant has
@@ -53,7 +53,6 @@ RULES: dict[str, Callable[[list[float]], bool | None]] = {
     "below 0": lambda values: max(values) < 0 if values else None,
 }
 
-Found = tuple[str, list[bool | None]]  # what was measured, and what became of each part
 Times = Sequence[float | None]  # seconds until an accuracy, of every seed; None: not in time
 
 

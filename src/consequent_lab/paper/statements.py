@@ -14,6 +14,9 @@ NOT_TIMED = "The runs are missing, or an iteration was not timed with nothing be
 NOT_RUN = "No such runs were made."
 
 
+Found = tuple[str, list[bool | None]]  # the first two of an outcome
+
+
 class Outcome(NamedTuple):
     """What an experiment found out about a statement."""
 
