@@ -26,6 +26,7 @@ from consequent_lab.race.tasks import DEMO, TASKS
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PROSE = " ".join(README.split())
 
 
 def page(name):
@@ -51,63 +52,90 @@ def race(task):
     return {row.contestant: dict(reversed(list(zip(heads, row.cells, strict=True)))) for row in rows(results)}
 
 
-def table_after(heading):
+def table_after(heading, name=None):
     """The table of the README that begins with a heading: {first cell: {heading: cell}}, bold or not."""
-    lines = README[README.index(f"| {heading} |") - 2 :].split("\n\n")[0].replace("**", "").splitlines()
+    start = README.index(f"| {heading} |")
+    lines = README[start - (0 if name else 2) :].split("\n\n")[0].replace("**", "").splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {name: dict(zip(cells[0][1:], row, strict=True)) for name, *row in cells[2:]}
 
 
+def median_of(cell):
+    return cell.split(" (")[0]
+
+
 def test_the_race_of_perceptrons_is_the_one_in_results():
-    found = race("mlp-cifar10-b32")
-    told = table_after("steps to training loss 0.01")
-    assert list(told) == [name for name in found if name in told]
-    assert all(found[name]["steps to training loss 0.01"] == "–" for name in found.keys() - told.keys())
+    races = {batch: race(f"mlp-cifar10-b{batch}") for batch in (32, 128, 512)}
+    told = table_after("steps with batches of", name="32")
+    assert list(told) == [name for name in races[128] if name in told]
+    target = "steps to training loss 0.01"
     for name, cells in told.items():
-        expected = {heading: found[name][heading] for heading in cells}
-        if expected["steps to training loss 0.01"] == "–":
-            expected["steps to training loss 0.01"] = "not within 6,000"
-        assert cells == expected, name
-    results = Results.of(TASKS["mlp-cifar10-b32"], ROOT / "results" / "race")
-    assert all(len(results.finals(name)) == 5 for name in told)
-    assert {line["steps"] for name in told for line in results.finals(name)} == {6000}
-    assert {len(results.trials(name)) for name in told} == {12}
+        for batch, found in races.items():
+            results = Results.of(TASKS[f"mlp-cifar10-b{batch}"], ROOT / "results" / "race")
+            finals = results.finals(name)
+            if name not in found or len(finals) < 5:
+                assert cells[str(batch)] == "not run"
+                continue
+            assert len(results.trials(name)) == 12
+            (steps,) = {line["steps"] for line in finals}
+            expected = median_of(found[name][target])
+            assert cells[str(batch)] == (f"not within {steps:,}" if expected == "–" else expected)
+        at_128 = races[128][name]
+        assert cells["seconds at 128, eager"] == at_128["seconds, eager"]
+        assert cells["CUDA graph"] == at_128["seconds, CUDA graph"]
+        assert cells["best test accuracy at 128"] == median_of(at_128["best test accuracy"])
+    results = Results.of(TASKS["mlp-cifar10-b128"], ROOT / "results" / "race")
     assert {line["device"] for name in told for line in results.of_kind("time", name)} == {"NVIDIA H200"}
+    said = re.search(r"after (\d+) steps of 128 images; with Muon it takes (\d+), [^.]* ([\d,]+)\.\*\*", PROSE)
+    first, muon, within = said.groups()
+    assert (first, muon) == (told["C-Adam"]["128"], told["Muon"]["128"])
+    assert {told[name]["128"] for name in ("Adam", "Nesterov", "SGD")} == {f"not within {within}"}
 
 
 def test_what_is_said_of_that_race_is_so():
-    found = race("mlp-cifar10-b32")
-
-    def best(heading, least=True):
-        numbers = {
-            name: float(re.match(r"[\d.,e+-]+", row[heading])[0].replace(",", ""))
-            for name, row in found.items()
-            if row[heading] != "–"
-        }
-        return (min if least else max)(numbers, key=numbers.get)
-
-    assert best("steps to training loss 0.1") == "Muon"
-    assert best("training loss at the end") == "Muon"
-    assert best("best test accuracy", least=False) == "SGD"
-    for heading in ("seconds, eager", "seconds, CUDA graph"):
-        assert best(heading) == "C-SGD"
+    found = race("mlp-cifar10-b128")
+    accuracies = {name: float(median_of(row["best test accuracy"]).rstrip(" %")) for name, row in found.items()}
+    assert max(accuracies, key=accuracies.get) == "Adam"
+    said = re.search(r"C-Adam needed ([\d,]+), (\d+) and (\d+) steps, and C-SGD and C-Nesterov were not there", PROSE)
+    for batch, step in zip((32, 128, 512), said.groups(), strict=True):
+        results = Results.of(TASKS[f"mlp-cifar10-b{batch}"], ROOT / "results" / "race")
+        first = {name: results.trials(name)[0] for name in ("C-SGD", "C-Nesterov", "C-Adam")}
+        assert all(trial["number"] == 0 for trial in first.values())
+        arrivals = {name: results.task.measure.arrival(unpacked(trial["curve"])) for name, trial in first.items()}
+        assert arrivals == {"C-SGD": None, "C-Nesterov": None, "C-Adam": int(step.replace(",", ""))}
     results = Results.of(TASKS["mlp-cifar10-b32"], ROOT / "results" / "race")
-    first = {name: results.trials(name)[0] for name in ("C-SGD", "C-Nesterov", "C-Adam")}
-    assert all(trial["number"] == 0 for trial in first.values())
-    arrivals = {name: results.task.measure.arrival(unpacked(trial["curve"])) for name, trial in first.items()}
-    assert arrivals == {"C-SGD": None, "C-Nesterov": None, "C-Adam": 3500}
+    told = [cells["32"] for cells in table_after("steps with batches of", name="32").values()]
+    best = results.best("FOOF")
+    assert best["score"] * best["steps"] < min(int(cell.replace(",", "")) for cell in told if cell[0].isdigit())
+    assert len(results.trials("FOOF")) < 12
+
+
+def test_the_tables_are_those_in_results():
+    told = table_after("C-AdamW | C-Nesterov | AdamW | Muon | SOAP")
+    assert list(told) == ["diabetes", "breast-cancer", "wine", "digits", "robot-arm"]
+    for name, cells in told.items():
+        found = race(f"table-{name}")
+        for contestant, cell in cells.items():
+            assert cell == (median_of(found[contestant]["test loss at the end"]) if contestant in found else "not run")
+    page_of_race = page("race")
+    for other in ("AdamW", "Muon"):
+        (count,) = re.findall(rf"(?:ahead of|, of) {other} in (\d+)", PROSE)
+        table = page_of_race[page_of_race.index("| ahead of |") :].splitlines()
+        column = [cell.strip() for cell in table[0].split("|")].index(other)
+        assert table[2].split("|")[column].strip() == f"{count} of 25"
 
 
 def test_the_pictures_are_those_in_results():
-    told = table_after("C-Adam | Muon | SOAP | Adam | C-Nesterov | Nesterov")
-    assert set(told) == {"china", "astronaut"}
+    told = table_after("C-Adam | Adam | Muon | SOAP | C-Nesterov")
+    assert len(told) == 5
     for picture, cells in told.items():
-        found = race(f"siren-128-{picture}")
-        assert cells == {name: row["PSNR at the end"].split(" (")[0] for name, row in found.items()}
-        results = Results.of(TASKS[f"siren-128-{picture}"], ROOT / "results" / "race")
-        finals = [line for name in cells for line in results.finals(name)]
-        assert (len(finals), {line["steps"] for line in finals}) == (5 * len(cells), {200})
-    assert TASKS["siren-128-astronaut"].settings_from == "siren-128-china"
+        kind, name = picture.split(", ")
+        task = f"{'siren' if kind == 'SIREN' else 'fourier'}-128-{name}"
+        found = race(task)
+        for contestant, cell in cells.items():
+            assert cell == (median_of(found[contestant]["PSNR at the end"]) if contestant in found else "not run")
+        results = Results.of(TASKS[task], ROOT / "results" / "race")
+        assert {line["steps"] for name in cells for line in results.finals(name)} == {200}
 
 
 def test_the_rates_are_those_of_the_page_with_the_reasons():

@@ -1,5 +1,6 @@
 """docs/race.md says what results/race has."""
 
+import json
 import re
 import statistics
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from consequent_lab import cli
 from consequent_lab.race.contestants import CONTESTANTS
+from consequent_lab.race.curves import unpacked
 from consequent_lab.race.measures import Best
 from consequent_lab.race.results import Results
 from consequent_lab.race.states import markdown_states, state_of, states_in
@@ -20,7 +22,17 @@ PAGE = (ROOT / "docs" / "race.md").read_text()
 TEXT = " ".join(PAGE.split())
 RACE = Race(output=ROOT / "results" / "race")
 STATES = states_in(RACE.output, RACE.trials, RACE.seeds)
-MLP, CHINA = (Results.of(TASKS[name], RACE.output) for name in ("mlp-cifar10-b32", "siren-128-china"))
+PERCEPTRONS = {batch: Results.of(TASKS[f"mlp-cifar10-b{batch}"], RACE.output) for batch in (32, 128, 512)}
+MLP, CHINA = PERCEPTRONS[32], Results.of(TASKS["siren-128-china"], RACE.output)
+C_VERSIONS = ("C-SGD", "C-Adam", "C-Nesterov")
+FIRST_ON_TABLES = {
+    "diabetes": "C-Nesterov",
+    "breast-cancer": "SOAP",
+    "wine": "C-AdamW",
+    "digits": "C-Nesterov",
+    "robot-arm": "C-Nesterov",
+}
+NUMBERS = {"twelve": 12, "thirteen": 13, "fourteen": 14, "fifteen": 15}
 
 
 def test_every_file_of_results_has_its_table_on_the_page():
@@ -33,11 +45,11 @@ def test_every_file_of_results_has_its_table_on_the_page():
 
 def test_what_is_done_is_what_the_page_says():
     assert markdown_states(STATES) in PAGE
-    assert "four of the tasks have results" in TEXT
-    assert sum(bool(results.lines) for results, _ in STATES) == 4
-    assert [results.task.name for results, state in STATES if state == "done"] == ["demo"]
-    for name in ("K-FAC", "FOOF", "Shampoo", "C-Muon", "Newton-Muon"):
-        assert not any(results.trials(name) or results.finals(name) for results, _ in STATES)
+    (count, tasks) = re.search(r"\[(\w+) of the (\d+) tasks have results\]", TEXT).groups()
+    assert sum(bool(results.lines) for results, _ in STATES) == NUMBERS[count]
+    assert len(STATES) == int(tasks)
+    begun = {results.task.name.split("-")[0] for results, _ in STATES if results.lines}
+    assert not begun & {"resnet20", "gpt"}
 
 
 @pytest.mark.parametrize("words", [[], ["times"]])
@@ -45,7 +57,7 @@ def test_without_tasks_the_command_lists_them(words, capsys):
     assert cli.main(["race", *words, "--output", str(RACE.output)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(TASKS)
-    assert "done: Adam" in next(line for line in lines if line.startswith("siren-128-china"))
+    assert "done: SGD" in next(line for line in lines if line.startswith("mlp-cifar10-b32"))
 
 
 def test_the_command_prints_the_tables_of_the_page(capsys):
@@ -68,48 +80,163 @@ def test_a_state_says_what_is_missing(tmp_path):
 
 
 def test_settings_at_the_end_of_a_range_have_a_star():
-    starred = dict(re.findall(r"^\| (\S+) \|.*\b(\w+ \S+)\*", PAGE, re.M))
-    assert starred == {"Muon": "other_lr 3e-05", "C-SGD": "relative_damping 0.92"}
+    (row,) = (line for line in markdown_table(MLP).splitlines() if line.startswith("| Muon |"))
+    assert "other_lr 3e-05*" in row
     (knob,) = (knob for knob in CONTESTANTS["Muon"].knobs if knob.name == "other_lr")
     assert MLP.best("Muon")["settings"]["other_lr"] == pytest.approx(knob.low, rel=0.05)
 
 
+def accuracies(batch, names):
+    measure = Best("test_accuracy", rising=True)
+    return {name: spread_of(measure, PERCEPTRONS[batch].finals(name)) for name in names}
+
+
+def medians(spreads):
+    return [f"{100 * spread.median:.4g}" for spread in sorted(spreads.values(), key=lambda spread: spread.median)]
+
+
 def test_what_is_said_of_test_accuracy_is_in_the_results():
-    accuracy = {name: spread_of(Best("test_accuracy", rising=True), MLP.finals(name)) for name in ("SGD", "Adam")}
-    ours = [
-        spread_of(Best("test_accuracy", rising=True), MLP.finals(name)) for name in ("C-SGD", "C-Adam", "C-Nesterov")
-    ]
-    said = re.search(r"SGD's ([\d.]+) % and Adam's ([\d.]+) % are above ([\d.]+) to ([\d.]+) % of ours", TEXT)
-    medians = [accuracy["SGD"], accuracy["Adam"], *sorted(ours, key=lambda spread: spread.median)[::2]]
-    assert list(said.groups()) == [f"{100 * spread.median:.4g}" for spread in medians]
-    assert max(max(spread.values) for spread in ours) < min(min(spread.values) for spread in accuracy.values())
+    said = re.search(
+        r"At 32 SGD's ([\d.]+) % and Adam's ([\d.]+) % are above ([\d.]+) to ([\d.]+) % of ours, "
+        r"at 128 Adam's ([\d.]+) % and Muon's ([\d.]+) % above ([\d.]+) to ([\d.]+) %, "
+        r"at 512 Adam's ([\d.]+) % above ([\d.]+) to ([\d.]+) %",
+        TEXT,
+    ).groups()
+    ours = {32: C_VERSIONS, 128: C_VERSIONS, 512: ("C-SGD", "C-Adam")}
+    better = {32: ("SGD", "Adam"), 128: ("Adam", "Muon"), 512: ("Adam",)}
+    found = []
+    for batch, names in ours.items():
+        of_ours, of_better = accuracies(batch, names), accuracies(batch, better[batch])
+        found += [*reversed(medians(of_better)), *medians(of_ours)[:: len(names) - 1]]
+        highest = max(max(spread.values) for spread in of_ours.values())
+        assert (highest < min(min(spread.values) for spread in of_better.values())) == (batch != 128)
+        assert medians(of_ours)[-1] < medians(of_better)[0]
+    assert list(said) == found
 
 
-def test_what_is_said_of_the_first_trials_is_in_the_results():
-    measure = MLP.task.measure
-    first = {name: MLP.trials(name)[0] for name in ("C-SGD", "C-Nesterov", "C-Adam")}
-    assert first["C-SGD"]["settings"] == {"lr": 0.1, "relative_damping": 0.1}
-    assert first["C-Nesterov"]["settings"] == {"lr": 0.01, "relative_damping": 0.1}
-    assert first["C-SGD"]["score"] > 1 < first["C-Nesterov"]["score"]
-    (said,) = re.findall(r"C-Adam did, in ([\d,]+)\.", TEXT)
-    assert first["C-Adam"]["score"] * first["C-Adam"]["steps"] == pytest.approx(int(said.replace(",", "")), abs=1)
-    (trials, steps) = re.findall(r"after (\d) trials; the best of them needed ([\d,]+) steps", TEXT)[0]
-    assert len(MLP.trials("SOAP")) == int(trials)
-    assert MLP.best("SOAP")["score"] * MLP.best("SOAP")["steps"] == pytest.approx(int(steps.replace(",", "")), abs=1)
-    assert measure.metric == "train_loss"
+def arrivals(results, name):
+    return [results.task.measure.arrival(unpacked(line["curve"])) for line in results.finals(name)]
+
+
+def test_how_far_muon_is_behind():
+    said = re.search(r"by (\d+) % of the steps, (\d+) %, (\d+) %", TEXT).groups()
+    steps = [{n: statistics.median(arrivals(r, n)) for n in ("C-Adam", "Muon", "C-SGD")} for r in PERCEPTRONS.values()]
+    assert [f"{100 * (found['Muon'] / found['C-Adam'] - 1):.0f}" for found in steps] == list(said)
+    assert all(found["C-Adam"] <= found["C-SGD"] < found["Muon"] for found in steps)
+    for results in PERCEPTRONS.values():
+        for name in ("Adam", "SGD", "Nesterov"):
+            assert not any(arrivals(results, name))
+
+
+def test_the_first_trials_are_those_in_the_results():
+    table = PAGE[PAGE.index("| contestant | settings | 32 |") :].split("\n\n")[0]
+    for line in table.splitlines()[2:]:
+        name, settings, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for results, cell in zip(PERCEPTRONS.values(), cells, strict=True):
+            trials = results.trials(name)
+            if not trials:
+                assert cell == "not run"
+                continue
+            assert trials[0]["number"] == 0
+            assert settings == ", ".join(f"{key} {value:g}" for key, value in trials[0]["settings"].items())
+            step = results.task.measure.arrival(unpacked(trials[0]["curve"]))
+            assert cell == ("–" if step is None else f"{step:,}")
+
+
+def test_searches_that_were_not_finished():
+    (trials, *steps) = re.search(
+        r"after (\d) trials each the best had needed ([\d,]+) and ([\d,]+) steps", TEXT
+    ).groups()
+    for name, said in zip(("K-FAC", "SOAP"), steps, strict=True):
+        assert len(MLP.trials(name)) == int(trials)
+        assert MLP.best(name)["score"] * MLP.best(name)["steps"] == pytest.approx(int(said.replace(",", "")), abs=1)
+
+
+def test_pairs_of_tables_are_those_in_the_results():
+    losses = {}
+    for name in TASKS:
+        if name.startswith("table-"):
+            results = Results.of(TASKS[name], RACE.output)
+            for contestant in results.task.contestants:
+                for line in results.finals(contestant):
+                    losses.setdefault(contestant, {})[name, line["seed"]] = unpacked(line["curve"])[-1]["test_loss"]
+    table = PAGE[PAGE.index("| ahead of |") :].split("\n\n")[0].splitlines()
+    others = [cell.strip() for cell in table[0].strip("|").split("|")][1:]
+    for line in table[2:]:
+        ours, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for other, cell in zip(others, cells, strict=True):
+            pairs = losses[ours].keys() & losses[other].keys()
+            assert cell == f"{sum(losses[ours][pair] < losses[other][pair] for pair in pairs)} of {len(pairs)}"
+    assert f"is ahead in {table[2].split('|')[2].split()[0]} of 25 pairs" in TEXT
+    for name in ("diabetes", "breast-cancer", "wine", "digits", "robot-arm"):
+        medians = {
+            contestant: statistics.median(loss for (task, _), loss in found.items() if task == f"table-{name}")
+            for contestant, found in losses.items()
+            if any(task == f"table-{name}" for task, _ in found)
+        }
+        assert medians["C-AdamW"] < medians["AdamW"]
+        assert min(medians, key=medians.get) == FIRST_ON_TABLES[name]
+
+
+def test_what_was_explored_is_in_its_file():
+    lines = [json.loads(line) for line in (ROOT / "results" / "resnet20-exploration.jsonl").read_text().splitlines()]
+    short = sorted((line["curve"][-1]["test_accuracy"] for line in lines if not line["whole"]), reverse=True)
+    table = PAGE[PAGE.index("| contestant | last convolutions |") :].split("\n\n")[0].splitlines()[2:]
+    assert [line.split("|")[-2].strip() for line in table] == [f"{100 * accuracy:.4g} %" for accuracy in short]
+    (long,) = (line for line in lines if line["whole"] and line["curve"][-1]["iteration"] == 23_400)
+    assert long["settings"] == {"lr": 0.15, "relative_damping": 0.1, "decay": 3e-4}
+    assert f"end at {100 * long['curve'][-1]['test_accuracy']:.1f} % of the test images" in TEXT
+    assert f"[{100 * long['curve'][-1]['test_accuracy']:.1f} % so far]" in TEXT
+
+
+def milliseconds(results, name, how="eager"):
+    return results.of_kind("time", name)[-1]["milliseconds"][how]["median"]
 
 
 def test_costs_of_steps_are_those_that_were_measured():
-    def eager(name):
-        return MLP.of_kind("time", name)[-1]["milliseconds"]["eager"]["median"]
+    def costs(batch, how):
+        results = PERCEPTRONS[batch]
+        ratios = [
+            milliseconds(results, f"C-{name}", how) / milliseconds(results, name, how)
+            for name in ("SGD", "Nesterov", "Adam")
+        ]
+        muon = milliseconds(results, "Muon", how) / milliseconds(results, "SGD", how)
+        return [f"{ratio:.1f}" for ratio in (min(ratios), max(ratios), muon)]
 
-    ratios = [eager(f"C-{name}") / eager(name) for name in ("SGD", "Nesterov", "Adam")]
-    said = re.search(r"cost ([\d.]+) to ([\d.]+) times those of the plain optimisers, and Muon's ([\d.]+) times", TEXT)
-    found = min(ratios), max(ratios), eager("Muon") / eager("SGD")
-    assert list(said.groups()) == [f"{ratio:.1f}" for ratio in found]
-    seconds = {name: statistics.median(line["seconds"] for line in CHINA.finals(name)) for name in ("C-Adam", "Adam")}
-    assert seconds == pytest.approx({"C-Adam": 2.0, "Adam": 0.5}, rel=0.1)
+    words = r"cost ([\d.]+) to ([\d.]+) times those of the plain optimisers at 32, and Muon's ([\d.]+) times"
+    assert list(re.search(words, TEXT).groups()) == costs(32, "eager")
+    assert list(re.search(r"at 128 it is ([\d.]+) to ([\d.]+) and ([\d.]+) times", TEXT).groups()) == costs(
+        128, "eager"
+    )
+    words = r"In CUDA graphs at 128 ours cost ([\d.]+) to ([\d.]+) plain ones, Muon's ([\d.]+)\."
+    assert list(re.search(words, TEXT).groups()) == costs(128, "graph")
+    words = r"a step of C-Adam costs ([\d.]+) plain ones eagerly and ([\d.]+) in a graph"
+    on_china = [milliseconds(CHINA, "C-Adam", how) / milliseconds(CHINA, "Adam", how) for how in ("eager", "graph")]
+    assert list(re.search(words, TEXT).groups()) == [f"{ratio:.1f}" for ratio in on_china]
     assert [line["graph"] for line in MLP.finals("C-Adam")].count(False) == 1
+
+
+def test_who_is_first_in_seconds():
+    for batch in (32, 128):
+        results = PERCEPTRONS[batch]
+        for how in ("eager", "graph"):
+            seconds = {
+                name: statistics.median(arrivals(results, name)) * milliseconds(results, name, how)
+                for name in ("C-Adam", "C-SGD", "C-Nesterov", "Muon")
+                if how in results.of_kind("time", name)[-1]["milliseconds"]
+            }
+            assert min(seconds, key=seconds.get) in ("C-Adam", "C-SGD")
+
+
+def test_what_is_said_of_foof_is_in_the_results():
+    said = re.search(
+        r"Of its 12 trials (\d) were run, and no finals\. The best of them needed ([\d,]+) steps, .* on", TEXT
+    )
+    assert len(MLP.trials("FOOF")) == int(said[1])
+    assert not MLP.finals("FOOF")
+    best = {name: MLP.best(name)["score"] * MLP.best(name)["steps"] for name in ("FOOF", "C-Adam")}
+    assert best["FOOF"] == pytest.approx(int(said[2].replace(",", "")))
+    assert best["C-Adam"] == pytest.approx(2750, abs=1) == statistics.median(arrivals(MLP, "C-Adam"))
 
 
 def test_halving_gave_up_on_as_many_of_adams_trials_as_the_page_says():
