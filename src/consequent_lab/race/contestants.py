@@ -31,6 +31,17 @@ class Knob:
     high: float
     start: float
 
+    def starting_at(self, start: float) -> "Knob":
+        """Returns it with another start; the range moves along where that lies outside.
+
+        >>> Knob("lr", 0.01, 1.0, 0.1).starting_at(0.3)
+        Knob(name='lr', low=0.01, high=1.0, start=0.3)
+        >>> Knob("lr", 0.01, 1.0, 0.1).starting_at(2.0)
+        Knob(name='lr', low=0.2, high=20.0, start=2.0)
+        """
+        moved = 1.0 if self.low <= start <= self.high else start / self.start
+        return Knob(self.name, moved * self.low, moved * self.high, start)
+
 
 Plain = Callable[[nn.Module, Settings, bool], list[Optimizer]]  # the last one: capturable in a CUDA graph
 
@@ -54,10 +65,7 @@ class Contestant:
         """Returns the knobs of a search, with the starts that a task has for it."""
         starts = task.starts.get(self.name, {})
         knobs = (*self.knobs, self.decay) if task.searches_decay else self.knobs
-        return tuple(
-            Knob(knob.name, knob.low, knob.high, min(max(starts.get(knob.name, knob.start), knob.low), knob.high))
-            for knob in knobs
-        )
+        return tuple(knob.starting_at(starts.get(knob.name, knob.start)) for knob in knobs)
 
     def make(self, model: nn.Module, settings: Settings, task: Task, capturable: bool) -> Optimizers:
         """Returns its optimisers over a model."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from consequent.maths.damping import DEFAULT
 from consequent_lab import cli
 from consequent_lab.race.contestants import CONTESTANTS
 from consequent_lab.race.curves import unpacked
@@ -244,3 +245,18 @@ def test_halving_gave_up_on_as_many_of_adams_trials_as_the_page_says():
     states = [line["state"] for line in CHINA.trials("Adam")]
     assert (len(states), states.count("pruned")) == (int(trials), int(pruned))
     assert CHINA.best("Adam")["number"] == 0
+
+
+def test_what_searches_chose_is_what_the_advice_says():
+    text = " ".join((ROOT / "docs" / "choosing.md").read_text().split())
+    low, high, nesterov = re.search(r"chose ([\d.]+) to ([\d.]+) for C-SGD and ([\d.]+) for C-Nesterov", text).groups()
+    chosen = {name: [results.best(name)["settings"] for results in PERCEPTRONS.values()] for name in C_VERSIONS}
+    assert not PERCEPTRONS[512].finals("C-Nesterov")
+    del chosen["C-Nesterov"][2]
+    rates = [f"{settings['lr']:.2g}" for settings in chosen["C-SGD"]]
+    assert (min(rates), max(rates)) == (low, high)
+    assert {f"{settings['lr']:.2g}" for settings in chosen["C-Nesterov"]} == {nesterov}
+    for name in ("C-SGD", "C-Nesterov"):
+        assert all(0.01 <= settings["relative_damping"] < 0.035 for settings in chosen[name])
+    assert PERCEPTRONS[128].best("C-Adam")["number"] == 0
+    assert chosen["C-Adam"][1] == {"lr": 3e-4, "relative_damping": DEFAULT.value}
