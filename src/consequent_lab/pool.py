@@ -15,6 +15,7 @@ Message = TypeVar("Message")
 
 # A fork of a process with threads can hang, so workers are forked from a server that has none.
 _context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
+_FLUSH = "all that came before has been handed on"
 _queue: Any = None  # in a worker process: where its reports go,
 _stop: Any = None  # and the event that tells it to give up
 
@@ -57,8 +58,9 @@ class Pool(Generic[Message]):
             self._threads = torch.get_num_threads()
             torch.set_num_threads(1)
             return self
-        self._messages = _context.Queue()
+        self._messages = _context.SimpleQueue()  # whose messages are on their way before a call returns
         self._stop = _context.Event()
+        self._flushed = threading.Event()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
         self._processes = ProcessPoolExecutor(self._workers, _context, _start_worker, (self._messages, self._stop))
@@ -92,9 +94,19 @@ class Pool(Generic[Message]):
         future.set_result(function(self._report, *args, **kwargs))
         return future
 
+    def flush(self) -> None:
+        """Waits until everything has been handed on that was reported by calls which have returned."""
+        if self._workers > 1:
+            self._flushed.clear()
+            self._messages.put(_FLUSH)
+            self._flushed.wait()
+
     def _listen(self) -> None:
         while (message := self._messages.get()) is not None:
-            self._report(message)
+            if message == _FLUSH:
+                self._flushed.set()
+            else:
+                self._report(message)
 
 
 def _start_worker(queue: Any, stop: Any) -> None:

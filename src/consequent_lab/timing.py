@@ -148,7 +148,7 @@ def peak_memory(make_step: Callable[[], Callable[[], object]], first: int = 2, l
 def release_memory() -> None:
     """Gives back what nobody holds any more, cuBLAS's workspaces among it: each contestant is to pay for its own."""
     gc.collect()
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
         if clear_workspaces is not None:
