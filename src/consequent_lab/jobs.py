@@ -15,12 +15,10 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import Any
 
-from consequent_lab.pool import Pool
+from consequent_lab.pool import Pool, Report, one_thread
 
 ATTEMPTS = 2  # of a job whose process was killed
-Report = Callable[[Any], None]
 
 
 class OutOfTimeError(Exception):
@@ -69,16 +67,21 @@ def run_jobs(
         ended: takes the name of a job that has ended, and what there is to say.
     """
     summary = Summary()
-    attempts: Counter[str] = Counter()
 
-    def drive(pool: Pool[Any]) -> list[Job]:
-        """Returns the jobs that were on the pool when it broke, or nothing at the end."""
+    def settle(job: Job, ending: tuple[str, str]) -> None:
+        state, text = ending
+        if state == "failed":
+            summary.failed[job.name] = text
+        else:
+            (summary.done if state == "done" else summary.stopped).append(job.name)
+        ended(job.name, text)
+
+    def drive(pool: Pool) -> list[Job]:
+        """Returns the jobs that were in the pool when it broke, or nothing at the end."""
         running: dict[Future[tuple[str, str]], Job] = {}
         while True:
             for job in next_jobs(ready(), workers, deadline, summary, list(running.values())):
                 running[pool.submit(_attempt, job, deadline)] = job
-                if workers == 1:
-                    break  # it has ended, and others may have become ready
             if not running:
                 return []
             finished, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -86,15 +89,16 @@ def run_jobs(
                 return list(running.values())
             pool.flush()
             for future in finished:
-                name, (state, text) = running.pop(future).name, future.result()
-                if state == "failed":
-                    summary.failed[name] = text
-                else:
-                    (summary.done if state == "done" else summary.stopped).append(name)
-                ended(name, text)
+                settle(running.pop(future), future.result())
 
+    if workers == 1:
+        with one_thread():
+            while found := next_jobs(ready(), 1, deadline, summary, []):
+                settle(found[0], _attempt(report, found[0], deadline))
+        return summary
+    attempts: Counter[str] = Counter()
     while True:
-        with Pool[Any](workers, report) as pool:
+        with Pool(workers, report) as pool:
             lost = drive(pool)
         if not lost:  # A pool that lost a process is of no more use, but its jobs can be taken up again.
             return summary

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
-from consequent_lab.jobs import Job, Report, check_time, run_jobs
+from consequent_lab.jobs import Job, check_time, run_jobs
+from consequent_lab.pool import Report
 from consequent_lab.race.contestants import Contestant, Settings, contestant_named
 from consequent_lab.race.curves import Curve, packed
 from consequent_lab.race.results import Line, Results, line_of
