@@ -9,9 +9,12 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
+
+Made = TypeVar("Made")
 
 FEWEST_ROUNDS = 5
 UNCOUNTED_ROUNDS = 2  # for clocks and caches to settle
@@ -154,6 +157,17 @@ def release_memory() -> None:
         if clear_workspaces is not None:
             clear_workspaces()
         torch.cuda.empty_cache()
+
+
+def made(makers: Mapping[str, Callable[[], Made]], errors: dict[str, str]) -> dict[str, Made]:
+    """Returns what is made under each name; one that raises is left out, and its error noted."""
+    found = {}
+    for name, make in makers.items():
+        try:
+            found[name] = make()
+        except Exception as error:
+            errors[name] = describe_error(error)
+    return found
 
 
 def describe_error(error: BaseException) -> str:
