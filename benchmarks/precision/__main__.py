@@ -12,8 +12,8 @@ from rich.table import Table
 
 from benchmarks.precision.images import load_images
 from benchmarks.precision.study import Moment, moments, setups
-from consequent_lab.bench import device_name, new_record
-from consequent_lab.records import write_json
+from consequent_lab.bench import new_record
+from consequent_lab.records import device_name, write_json
 from consequent_lab.screen import console
 from consequent_lab.train_command import chosen_device
 

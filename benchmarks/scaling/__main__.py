@@ -13,9 +13,9 @@ from rich.table import Table
 
 from benchmarks.scaling.figure import draw_scaling
 from benchmarks.scaling.study import QUANTITIES, Curve, limits, recorded_curves, run_sweep, sweeps
-from consequent_lab.bench import chosen, device_name, new_record
+from consequent_lab.bench import chosen, new_record
 from consequent_lab.numbers import three_digits
-from consequent_lab.records import write_json
+from consequent_lab.records import device_name, write_json
 from consequent_lab.rounding import tf32
 from consequent_lab.screen import console
 from consequent_lab.train_command import chosen_device

@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.scaling.operations import correction_operations
 from consequent_lab.models import mlp, residual_net
 from consequent_lab.timing import Plan, Quartiles, Timings, describe_error, measure, release_memory
-from consequent_lab.workloads import Entrant, Task, TrainingStep, corrected, sgd
+from consequent_lab.workloads import Entrant, Task, TrainingStep
 
 PLAIN, OURS, BACKWARD = "SGD", "C-SGD", "C-SGD, at backward"
 QUANTITIES = ("plain", "ours", "backward", "correction")
@@ -263,9 +263,9 @@ def _lows(point: Point) -> list[float]:
 
 def _time(task: Task, model: Callable[[], nn.Module], device: str, limit: Limits) -> Timings:
     entrants = (
-        Entrant(PLAIN, model, sgd),
-        Entrant(OURS, model, sgd, corrected()),
-        Entrant(BACKWARD, model, sgd, corrected(at="backward")),
+        Entrant(PLAIN, model, "sgd"),
+        Entrant(OURS, model, "sgd", {}),
+        Entrant(BACKWARD, model, "sgd", {"at": "backward"}),
     )
     plan = Plan(limit.rounds, limit.point_seconds, sample_seconds=0.005, warm_up=2)
     try:

@@ -3,8 +3,6 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -46,6 +44,7 @@ class Bench:
 
     def run(self) -> None:
         """Measures, shows the result and writes it."""
+        from consequent_lab.records import device_name
         from consequent_lab.screen import console
         from consequent_lab.train_command import chosen_device
 
@@ -104,15 +103,9 @@ def chosen(names: Sequence[str], measurements: dict[str, T]) -> list[T]:
 
 def new_record(study: str, device: str, *, quick: bool) -> dict[str, Any]:
     """Returns what every JSON file of measurements begins with."""
-    import torch
+    from consequent_lab.records import measured_on
 
-    from consequent_lab.records import provenance
-
-    record = provenance(workers=1)
-    triton = version("triton") if find_spec("triton") else None
-    record["versions"] |= {"triton": triton, "cuda": torch.version.cuda}
-    record["device"] = {"type": device, "name": device_name(device), "threads": torch.get_num_threads()}
-    return {"study": study, "quick": quick, **record}
+    return {"study": study, "quick": quick, **measured_on(device)}
 
 
 def _print_table(paths: tuple[Path, ...]) -> None:
@@ -125,12 +118,3 @@ def _print_table(paths: tuple[Path, ...]) -> None:
         if record.get("study") != "speed":
             raise ValueError(f"--tables {path}: not a file of consequent bench")
     print("\n".join(cost_table(records)))
-
-
-def device_name(device: str) -> str:
-    """Returns what measurements were taken on, in words."""
-    import torch
-
-    from consequent_lab.records import cores
-
-    return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {cores()} cores"

@@ -86,9 +86,9 @@ class Demo:
 
     def _race(self, conditions: "Conditions", workers: int, results: "Results", screen: "Console") -> None:
         """Runs the finals, and then measures how long steps take, with nothing of ours beside them."""
-        import torch
         from rich.progress import Progress
 
+        from consequent_lab.pool import one_thread
         from consequent_lab.race.results import Results, line_of
         from consequent_lab.race.running import race
         from consequent_lab.race.times import DEMO_PLAN, times
@@ -111,7 +111,5 @@ class Demo:
         with bars:
             if not race(conditions, names, self.seeds, workers, results, Results(task, Path(), best), say):
                 raise RuntimeError("the race did not come to its end:\n" + "\n".join(said))
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        times(conditions, names, results, lambda text: None, DEMO_PLAN)
-        torch.set_num_threads(threads)
+        with one_thread():
+            times(conditions, names, results, lambda text: None, DEMO_PLAN)

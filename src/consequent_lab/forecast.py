@@ -7,14 +7,16 @@ rate at the end of its grid goes on with more runs.
 import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 
 from consequent_lab.configured import ConfiguredLearner
-from consequent_lab.datasets import Dataset, load
+from consequent_lab.datasets import load
 from consequent_lab.paper.archive import Archive
 from consequent_lab.paper.recipes import Job, Race, Recipe, Step
+from consequent_lab.pool import one_thread
 from consequent_lab.samples import evaluate, usual_loss
 from consequent_lab.timing import synchronize
 from consequent_lab.train_config import TrainConfig
@@ -54,7 +56,7 @@ def expected_jobs(recipes: Iterable[Recipe], archive: Archive, steps: tuple[Step
     found: list[Job] = []
     for recipe in recipes:
         found += recipe.jobs(archive, steps)
-        if isinstance(recipe, Race) and "train" in steps and "search" in steps:
+        if isinstance(recipe, Race) and {"search", "train"} <= {*steps} & {*recipe.steps}:
             found += [
                 Job(recipe.name, one.variant, replace(one.config, seed=seed))
                 for one in recipe.contestants
@@ -86,27 +88,19 @@ def kind_of(config: TrainConfig) -> Hashable:
 
 def measured_cost(device: str, data: Path | None) -> Callable[[TrainConfig], Cost]:
     """Returns a function that times a few steps and a part of an evaluation, with one thread, as runs have."""
-    loaded: dict[str, Dataset] = {}
+    loaded = cache(partial(load, folder=data))
+    place = torch.device(device)
 
+    @one_thread()
     def cost(config: TrainConfig) -> Cost:
-        if config.dataset not in loaded:
-            loaded[config.dataset] = load(config.dataset, data)
-        dataset = loaded[config.dataset]
-        few = replace(
-            dataset, test_images=dataset.test_images[:TIMED_SAMPLES], test_labels=dataset.test_labels[:TIMED_SAMPLES]
-        )
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            ConfiguredLearner(
-                config, few, torch.device(device)
-            ).settle()  # the first one pays for what is only done once
-            start = time.perf_counter()
-            learner = ConfiguredLearner(config, few, torch.device(device))
-            learner.settle()
-            return _timed(learner, time.perf_counter() - start, len(dataset.test_labels))
-        finally:
-            torch.set_num_threads(threads)
+        dataset = loaded(config.dataset)
+        test = slice(TIMED_SAMPLES)
+        few = replace(dataset, test_images=dataset.test_images[test], test_labels=dataset.test_labels[test])
+        ConfiguredLearner(config, few, place).settle()  # the first one pays for what is only done once
+        start = time.perf_counter()
+        learner = ConfiguredLearner(config, few, place)
+        learner.settle()
+        return _timed(learner, time.perf_counter() - start, len(dataset.test_labels))
 
     return cost
 

@@ -1,20 +1,20 @@
-"""Runs functions side by side in processes of one thread each, and lets them report progress while they run."""
+"""Processes of one thread each that call functions side by side and let them report progress while they run."""
 
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import forkserver, get_all_start_methods, get_context, parent_process
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import Any, Self
 
-Arguments = ParamSpec("Arguments")
-Value = TypeVar("Value")
-Message = TypeVar("Message")
+Report = Callable[[Any], None]
 
 # A fork of a process with threads can hang, so workers are forked from a server that has none.
 _context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
+_FLUSH = "all that came before has been handed on"
 _queue: Any = None  # in a worker process: where its reports go,
 _stop: Any = None  # and the event that tells it to give up
 
@@ -29,36 +29,30 @@ def start_importing(module: str) -> None:
         forkserver.ensure_running()
 
 
-class Pool(Generic[Message]):
-    """Calls functions as `function(report, *arguments)`.
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Gives torch one thread in this process, as workers have."""
+    import torch
 
-    So many workers run at a time, and what the functions report is handed on in this process. With one worker
-    everything happens in this process, at once and in order.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
-    >>> def double(report, number):
-    ...     report(f"doubling {number}")
-    ...     return 2 * number
-    >>> with Pool(1, print) as pool:
-    ...     pool.submit(double, 21).result()
-    doubling 21
-    42
-    """
 
-    def __init__(self, workers: int, report: Callable[[Message], None]) -> None:
-        if workers < 1:
-            raise ValueError(f"workers must be at least 1, got {workers}")
+class Pool:
+    """So many processes; what the functions in them report is handed on in this process."""
+
+    def __init__(self, workers: int, report: Report) -> None:
         self._workers = workers
         self._report = report
 
     def __enter__(self) -> Self:
-        if self._workers == 1:
-            import torch
-
-            self._threads = torch.get_num_threads()
-            torch.set_num_threads(1)
-            return self
-        self._messages = _context.Queue()
+        self._messages = _context.SimpleQueue()  # whose messages are on their way before a call returns
         self._stop = _context.Event()
+        self._flushed = threading.Event()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
         self._processes = ProcessPoolExecutor(self._workers, _context, _start_worker, (self._messages, self._stop))
@@ -67,34 +61,28 @@ class Pool(Generic[Message]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._workers == 1:
-            import torch
-
-            torch.set_num_threads(self._threads)
-            return
         if error is not None:
             self._stop.set()
         self._processes.shutdown(cancel_futures=True)
         self._messages.put(None)
         self._listener.join()
 
-    def submit(
-        self,
-        function: Callable[Concatenate[Callable[[Message], None], Arguments], Value],
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
-    ) -> Future[Value]:
-        """Starts a call, or queues it until a worker is free. The function must be importable by its name."""
-        if self._workers > 1:
-            call: Callable[..., Value] = _call
-            return self._processes.submit(call, function, *args, **kwargs)
-        future: Future[Value] = Future()
-        future.set_result(function(self._report, *args, **kwargs))
-        return future
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Starts `function(report, *arguments)`, or queues it until a worker is free; all of it is pickled."""
+        return self._processes.submit(_call, function, *arguments)
+
+    def flush(self) -> None:
+        """Waits until everything has been handed on that was reported by calls which have returned."""
+        self._flushed.clear()
+        self._messages.put(_FLUSH)
+        self._flushed.wait()
 
     def _listen(self) -> None:
         while (message := self._messages.get()) is not None:
-            self._report(message)
+            if message == _FLUSH:
+                self._flushed.set()
+            else:
+                self._report(message)
 
 
 def _start_worker(queue: Any, stop: Any) -> None:
@@ -115,8 +103,8 @@ def _leave_with_parent() -> None:
         os._exit(1)
 
 
-def _call(function: Callable[..., Value], *args: Any, **kwargs: Any) -> Value:
-    return function(_report, *args, **kwargs)
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(_report, *arguments)
 
 
 def _report(message: object) -> None:

@@ -24,7 +24,7 @@ class Watcher:
     def read(self, line: dict[str, Any]) -> None:
         """A line of metrics was written."""
 
-    def ended(self, outcome: dict[str, Any], *, skipped: bool) -> None:
+    def ended(self, outcome: dict[str, Any], skipped: bool) -> None:
         """The run is done, or was done before."""
 
 
@@ -65,6 +65,7 @@ class RunLine(Watcher):
         self._first = 0  # the iteration that this process began with, and when
         self._begun = self._shown_at = 0.0
         self._training = self._test = ""  # the last metrics
+        self._end = ""  # what is to be said at the end, where it was not printed yet
 
     def started(self, iteration: int, total: int) -> None:
         """The run starts, or goes on, at this iteration out of so many."""
@@ -86,7 +87,7 @@ class RunLine(Watcher):
         self._training = _shown(line, "running", "train") or self._training
         self._test = _shown(line, "test", "validation") or self._test
 
-    def ended(self, outcome: dict[str, Any], *, skipped: bool) -> None:
+    def ended(self, outcome: dict[str, Any], skipped: bool) -> None:
         """The run is done, or was done before."""
         iteration = int(outcome["iteration"])
         text = f"{outcome['outcome']} at iteration {iteration:,}"
@@ -95,12 +96,14 @@ class RunLine(Watcher):
         else:
             text = _joined(f"{text}, {shown_seconds(outcome['seconds'])} of training", self._training, self._test)
         self._show(iteration, text, total=iteration)
+        self._end = "" if self._board.disable else text
 
     def put_away(self, text: str) -> None:
-        """Takes the line off the board; the text takes its place among what was printed before."""
+        """Takes the line off the board; how the run ended, and the text, take its place among what was printed."""
         self._board.remove_task(self._task)
         self._board.refresh()
-        self._print(text)
+        if said := _joined(self._end, text):
+            self._print(said)
 
     def _text(self, iteration: int, now: float) -> str:
         rate = (iteration - self._first) / max(now - self._begun, 1e-9)

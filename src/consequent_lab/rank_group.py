@@ -8,10 +8,11 @@ rank alone writes the run's folder, and tells the others what it reads there.
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -92,50 +93,33 @@ def joined(device: str) -> Iterator[tuple[RankGroup | None, str]]:
         dist.destroy_process_group()
 
 
+def _by_the_first(method: Callable[..., Value]) -> Callable[..., Value]:
+    """Returns what the first rank does for all of them: each gets its value, and none goes on before."""
+
+    @wraps(method)
+    def done(self: "RankGroupFolder", *arguments: Any) -> Value:
+        value = method(self, *arguments) if self.ranks.is_first else None
+        return cast(Value, self.ranks.told(value))
+
+    return done
+
+
 class RankGroupFolder(RunFolder):
     """A run's folder that the first rank reads and writes for all of them."""
 
     def __init__(self, path: Path, ranks: RankGroup) -> None:
         super().__init__(path)
-        self._ranks = ranks
+        self.ranks = ranks
 
     @contextmanager
     def opened(self, config: "DataclassInstance") -> Iterator[None]:
         """Holds the folder, on the first rank."""
-        if self._ranks.is_first:
-            with super().opened(config):
-                yield
-        else:
+        with super().opened(config) if self.ranks.is_first else nullcontext():
             yield
 
-    def outcome(self) -> dict[str, Any] | None:
-        """Returns how the run ended."""
-        return self._read(super().outcome)
-
-    def resume(self) -> dict[str, Any] | None:
-        """Returns the state of the last checkpoint."""
-        return self._read(super().resume)
-
-    def _read(self, read: Callable[[], Value | None]) -> Value | None:
-        return self._ranks.told(read() if self._ranks.is_first else None)
-
-    def add_environment(self, start: dict[str, Any]) -> None:
-        """Adds an entry, with the number of ranks."""
-        if self._ranks.is_first:
-            super().add_environment({**start, "ranks": self._ranks.size})
-
-    def append(self, line: dict[str, Any]) -> None:
-        """Appends a line to the metrics."""
-        if self._ranks.is_first:
-            super().append(line)
-
-    def save_checkpoint(self, state: dict[str, Any]) -> None:
-        """Saves a checkpoint."""
-        if self._ranks.is_first:
-            super().save_checkpoint(state)
-
-    def finish(self, outcome: dict[str, Any]) -> None:
-        """Marks the run as done; no rank goes on before it is, so that none ends well if the first one does not."""
-        if self._ranks.is_first:
-            super().finish(outcome)
-        self._ranks.told(None)
+    outcome = _by_the_first(RunFolder.outcome)
+    resume = _by_the_first(RunFolder.resume)
+    add_environment = _by_the_first(RunFolder.add_environment)
+    append = _by_the_first(RunFolder.append)
+    save_checkpoint = _by_the_first(RunFolder.save_checkpoint)
+    finish = _by_the_first(RunFolder.finish)

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,6 +25,22 @@ def provenance(workers: int) -> dict[str, Any]:
         },
         "machine": {"system": platform.system(), "processor": platform.machine(), "cores": cores(), "workers": workers},
     }
+
+
+def measured_on(device: str) -> dict[str, Any]:
+    """Returns the same, and what a measurement on a device depends on."""
+    import torch
+
+    found = provenance(workers=1)
+    found["versions"] |= {"triton": version("triton") if find_spec("triton") else None, "cuda": torch.version.cuda}
+    return found | {"device": {"type": device, "name": device_name(device), "threads": torch.get_num_threads()}}
+
+
+def device_name(device: str) -> str:
+    """Returns a device in words."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"CPU, {cores()} cores"
 
 
 def _program() -> list[str]:

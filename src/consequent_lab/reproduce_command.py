@@ -74,7 +74,7 @@ class Reproduce:
         begun = time.time()
         from consequent_lab.paper.archive import Archive
         from consequent_lab.paper.experiments import experiments, find
-        from consequent_lab.paper.schedule import Setup, run_jobs
+        from consequent_lab.paper.schedule import Setup, train_runs
         from consequent_lab.pool import start_importing
         from consequent_lab.progress import ProgressBoard
         from consequent_lab.records import cores
@@ -101,7 +101,7 @@ class Reproduce:
             if workers > 1:
                 start_importing("consequent_lab.trainer")
             with ProgressBoard(screen) as board:
-                summary = run_jobs(ready, Setup(self.runs, device, self.data, workers, deadline), board)
+                summary = train_runs(ready, Setup(self.runs, device, self.data, workers, deadline), board)
             failures, left = summary.failed, len(ready())
             text = f"{len(summary.done)} runs done"
             text += f", {len(failures)} failed" if failures else ""

@@ -23,14 +23,12 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from filelock import FileLock, Timeout
 
-from consequent_lab.records import plain_numbers, provenance, write_atomically
+from consequent_lab.records import measured_on, plain_numbers, write_atomically
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -302,16 +300,7 @@ def _digest(value: dict[str, Any], following: bytes) -> str:
 
 def environment(device: str) -> dict[str, Any]:
     """Returns what a run's numbers may depend on: versions, device, commit."""
-    import torch
-
-    found = provenance(workers=1)
-    found["versions"] |= {"triton": version("triton") if find_spec("triton") else None, "cuda": torch.version.cuda}
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
-    return {
-        **found,
-        "device": {"type": device, "name": name, "threads": torch.get_num_threads()},
-        "commit": _own_commit(),
-    }
+    return measured_on(device) | {"commit": _own_commit()}
 
 
 @functools.cache  # the process runs the code that it has imported, whatever is committed later

@@ -11,7 +11,7 @@ from consequent_lab.timing import (
     Plan,
     Quartiles,
     Timings,
-    describe_error,
+    made,
     measure,
     peak_memory,
     release_memory,
@@ -34,21 +34,13 @@ def play(match: Match, device: str, plan: Plan, *, judge: bool) -> tuple[list[Re
         A line for each of ours in every comparison, and what was measured of every entrant.
     """
     errors: dict[str, str] = {}
+    makers = {entrant.name: partial(TrainingStep, match.task, entrant, device) for entrant in match.entrants}
     memory: dict[str, PeakMemory] = {}
     if device == "cuda" and any(comparison.quantity == "memory" for comparison in match.comparisons):
-        for entrant in match.entrants:
-            try:
-                memory[entrant.name] = peak_memory(partial(TrainingStep, match.task, entrant, device))
-            except Exception as error:
-                errors[entrant.name] = describe_error(error)
+        memory = made({name: partial(peak_memory, make) for name, make in makers.items()}, errors)
     release_memory()
-    steps: dict[str, TrainingStep] = {}
-    for entrant in match.entrants:
-        if entrant.name not in errors:
-            try:
-                steps[entrant.name] = TrainingStep(match.task, entrant, device, graph=match.graph)
-            except Exception as error:
-                errors[entrant.name] = describe_error(error)
+    fit = {name: partial(make, graph=match.graph) for name, make in makers.items() if name not in errors}
+    steps = made(fit, errors)
     timings = measure(steps, device, replace(plan, period=match.period))
     for name in list(timings.milliseconds):
         if not steps[name]().isfinite():

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from consequent_lab.models import LanguageModel, mlp, residual_net, resnet20, resnet50
-from consequent_lab.workloads import Entrant, MakeOptimizer, Task, adamw, corrected, nesterov, sgd
+from consequent_lab.workloads import Entrant, Task
 
 PERIOD = 10  # of refresh: the matrices of nine steps in ten are those of the tenth
 
@@ -119,8 +119,8 @@ def matches(device: str, sizes: Sizes = FULL) -> tuple[Match, ...]:
         return (*_on_cuda(sizes, graph=False), *_on_cuda(sizes, graph=True))
     first = sizes.perceptrons[0]
     return (
-        _match(first.name, first.task, "SGD", first.model, sgd, 1.2),
-        _match("resnet20", sizes.residual, "SGD", partial(sizes.residual_model, False), sgd, 1.6),
+        _match(first.name, first.task, "SGD", first.model, "sgd", 1.2),
+        _match("resnet20", sizes.residual, "SGD", partial(sizes.residual_model, False), "sgd", 1.6),
     )
 
 
@@ -129,26 +129,26 @@ def _on_cuda(sizes: Sizes, *, graph: bool) -> tuple[Match, ...]:
     plain, normalised = "Nesterov", "Nesterov + BN"
     model, tokens = partial(sizes.residual_model, False), sizes.language.shape[1]
     residual = _match(
-        *("resnet20", sizes.residual, plain, model, nesterov, 1.12 if graph else None),
+        *("resnet20", sizes.residual, plain, model, "nesterov", 1.12 if graph else None),
         memory={} if graph else {plain: 1.2, normalised: None},
         refresh=None if graph else 1.25,
     )
     against_norm = Comparison(residual.comparisons[0].ours, normalised, 1.0 if graph else 1.15)
     residual = replace(
         residual,
-        entrants=(Entrant(normalised, partial(sizes.residual_model, True), nesterov), *residual.entrants),
+        entrants=(Entrant(normalised, partial(sizes.residual_model, True), "nesterov"), *residual.entrants),
         comparisons=(against_norm, *residual.comparisons),
     )
     found = (
         residual,
-        *(_match(p.name, p.task, "SGD", p.model, sgd, p.graph if graph else p.eager) for p in sizes.perceptrons),
+        *(_match(p.name, p.task, "SGD", p.model, "sgd", p.graph if graph else p.eager) for p in sizes.perceptrons),
         _match(
-            *("resnet50", sizes.imagenet, plain, resnet50, nesterov, 1.5),
+            *("resnet50", sizes.imagenet, plain, resnet50, "nesterov", 1.5),
             memory={} if graph else {plain: None},
             refresh=None if graph else 1.15,
         ),
         _match(
-            *("gpt2", sizes.language, "AdamW", sizes.language_model, adamw, 1.3 if graph else 1.4),
+            *("gpt2", sizes.language, "AdamW", sizes.language_model, "adamw", 1.3 if graph else 1.4),
             memory={} if graph else {"AdamW": None},
             refresh=None if graph else 1.15,
             # The head stays plain: it shares its weight with the embedding, whose gradient no matrix product explains.
@@ -163,7 +163,7 @@ def _match(
     task: Task,
     family: str,
     model: Callable[[], nn.Module],
-    optimizer: MakeOptimizer,
+    optimizer: str,
     target: float | None,
     *,
     memory: dict[str, float | None] | None = None,
@@ -177,17 +177,14 @@ def _match(
         task: what is learnt.
         family: the optimiser's name.
         model: makes the network.
-        optimizer: makes the optimiser.
+        optimizer: as torch has it.
         target: of the better one of those that are corrected in every step.
         memory: the targets of peak memory, by baseline.
         refresh: the target of the one that refreshes now and then; without one there is none.
         options: of the correction.
     """
     ways = WAYS if refresh is not None else ("step", "backward")
-    ours = [
-        Entrant(f"C-{family}{WAYS[way][0]}", model, optimizer, corrected(**WAYS[way][1], **(options or {})), way)
-        for way in ways
-    ]
+    ours = [Entrant(f"C-{family}{WAYS[way][0]}", model, optimizer, WAYS[way][1] | (options or {}), way) for way in ways]
     names = tuple(entrant.name for entrant in ours)
     comparisons = [Comparison(names[:2], family, target)]
     comparisons += [Comparison(names[:1], baseline, most, "memory") for baseline, most in (memory or {}).items()]

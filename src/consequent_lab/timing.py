@@ -9,9 +9,12 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
+
+Made = TypeVar("Made")
 
 FEWEST_ROUNDS = 5
 UNCOUNTED_ROUNDS = 2  # for clocks and caches to settle
@@ -148,12 +151,23 @@ def peak_memory(make_step: Callable[[], Callable[[], object]], first: int = 2, l
 def release_memory() -> None:
     """Gives back what nobody holds any more, cuBLAS's workspaces among it: each contestant is to pay for its own."""
     gc.collect()
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
         if clear_workspaces is not None:
             clear_workspaces()
         torch.cuda.empty_cache()
+
+
+def made(makers: Mapping[str, Callable[[], Made]], errors: dict[str, str]) -> dict[str, Made]:
+    """Returns what is made under each name; one that raises is left out, and its error noted."""
+    found = {}
+    for name, make in makers.items():
+        try:
+            found[name] = make()
+        except Exception as error:
+            errors[name] = describe_error(error)
+    return found
 
 
 def describe_error(error: BaseException) -> str:

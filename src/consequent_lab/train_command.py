@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -131,30 +132,27 @@ class Train(TrainConfig):
     def _searched(self, config: TrainConfig, screen: "Console", device: str) -> TrainConfig:
         """Returns the config with the best of the settings that are tried, each in a run of its own."""
         rates = sorted(self.search_lr) or [config.lr]
-        dampings: list[float] | list[None] = sorted(self.search_damping) or [None]
-        losses: dict[tuple[float, float | None], float] = {}
-        for lr in rates:
-            for damping in dampings:
-                chosen = replace(config, lr=lr)
-                chosen = chosen if damping is None else replace(chosen, relative_damping=damping)
-                trial = replace(chosen, validation=config.validation or HELD_OUT)
-                folder = self._folder("train-search", variant_of(trial), trial.seed)
-                self._train(trial, folder, screen, device)
-                last = folder.metrics()[-1]
-                loss = last.get("validation_loss")
-                losses[lr, damping] = float("inf") if loss is None or "diverged" in last else loss
-        best = min(losses, key=lambda key: losses[key])
+        dampings: list[float] | list[float | None] = sorted(self.search_damping) or [config.relative_damping]
+        losses: dict[TrainConfig, float] = {}
+        for lr, damping in product(rates, dampings):
+            tried = replace(config, lr=lr, relative_damping=damping)
+            trial = replace(tried, validation=config.validation or HELD_OUT)
+            folder = self._folder("train-search", variant_of(trial), trial.seed)
+            self._train(trial, folder, screen, device)
+            last = folder.metrics()[-1]
+            loss = last.get("validation_loss")
+            losses[tried] = float("inf") if loss is None or "diverged" in last else loss
+        best = min(losses, key=lambda tried: losses[tried])
         if losses[best] == float("inf"):
             raise DivergedError(f"every run of the search diverged; try smaller learning rates than {rates[0]:g}")
-        lr, damping = best
-        words = f"learning rate {lr:g}" + ("" if damping is None else f" and relative damping {damping:g}")
+        words = f"learning rate {best.lr:g}"
+        words += f" and relative damping {best.relative_damping:g}" if self.search_damping else ""
         screen.print(f"Best of {len(losses)}: {words}, validation loss {losses[best]:.4g}.", markup=False)
-        for what, value, tried in (("learning rate", lr, rates), ("damping", damping, dampings)):
-            if len(tried) > 1 and value in (tried[0], tried[-1]):
-                end, beyond = ("smallest", "smaller") if value == tried[0] else ("largest", "larger")
+        for what, value, some in (("learning rate", best.lr, rates), ("damping", best.relative_damping, dampings)):
+            if len(some) > 1 and value in (some[0], some[-1]):
+                end, beyond = ("smallest", "smaller") if value == some[0] else ("largest", "larger")
                 screen.print(f"This {what} is the {end} that was tried: try {beyond} ones, too.", markup=False)
-        config = replace(config, lr=lr)
-        return config if damping is None else replace(config, relative_damping=damping)
+        return best
 
 
 def _report(folders: "list[RunFolder]", screen: "Console") -> None:

@@ -120,7 +120,8 @@ class _Training:
             self._take_over(state)
         self._learner.settle(None if state is None else state["learner"])
         start = {"iteration": self._iteration, "graph": self._learner.is_graphed}
-        folder.add_environment(start | environment(str(device)))
+        several = {} if ranks is None else {"ranks": ranks.size}
+        folder.add_environment(start | environment(str(device)) | several)
 
     def run(self) -> None:
         """Trains to the end, or to an interruption."""

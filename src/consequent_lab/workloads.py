@@ -8,14 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import Optimizer
 
 import consequent
-from consequent import Consequentialism
 from consequent_lab.graphs import GraphedStep
-
-Correct = Callable[[Optimizer, nn.Module], Consequentialism]
-MakeOptimizer = Callable[[nn.Module, bool], Optimizer]  # the second argument: capturable in a CUDA graph
+from consequent_lab.optimizers import plain_optimizer
 
 LEARNING_RATE = 1e-4  # so small that even thousands of steps on one batch stay finite
 
@@ -52,8 +48,8 @@ class Entrant:
 
     name: str
     model: Callable[[], nn.Module]
-    optimizer: MakeOptimizer
-    correct: Correct | None = None
+    optimizer: str  # one of torch's, as `plain_optimizer` calls it
+    correction: dict[str, Any] | None = None  # options of `consequent.attach`; None is the plain one
     way: str = ""  # in which it is corrected: "step", "backward", or now and then, "refresh"
 
 
@@ -74,8 +70,12 @@ class TrainingStep:
         self._model = entrant.model().to(device)
         if task.channels_last:
             self._model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._optimizer = entrant.optimizer(self._model, graph)
-        self._correction = None if entrant.correct is None else entrant.correct(self._optimizer, self._model)
+        decay = 0.01 if entrant.optimizer == "adamw" else 0.0  # torch's own defaults
+        self._optimizer = plain_optimizer(
+            entrant.optimizer, self._model.parameters(), LEARNING_RATE, decay, momentum=0.95, capturable=graph
+        )
+        options = entrant.correction
+        self._correction = None if options is None else consequent.attach(self._optimizer, self._model, **options)
         self._graphed = GraphedStep(self._model, self._optimizer, task.loss, self._batch) if graph else None
 
     def __call__(self) -> Tensor:
@@ -93,23 +93,3 @@ class TrainingStep:
         if self._correction is None or self._graphed is not None:
             return {}
         return asdict(self._correction.counters)
-
-
-def sgd(model: nn.Module, capturable: bool) -> Optimizer:
-    """Returns gradient descent without momentum; it can always be captured."""
-    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-
-
-def nesterov(model: nn.Module, capturable: bool) -> Optimizer:
-    """Returns gradient descent with Nesterov's momentum; it can always be captured."""
-    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.95, nesterov=True)
-
-
-def adamw(model: nn.Module, capturable: bool) -> Optimizer:
-    """Returns AdamW."""
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, capturable=capturable)
-
-
-def corrected(**options: Any) -> Correct:
-    """Returns the correction of all layers, with the default damping unless the options say otherwise."""
-    return lambda optimizer, model: consequent.attach(optimizer, model, **options)

@@ -16,8 +16,9 @@ import consequent
 from consequent_lab import bench_tables, cli, speed, targets, timing
 from consequent_lab.graphs import GraphedStep
 from consequent_lab.models import mlp
+from consequent_lab.optimizers import plain_optimizer
 from consequent_lab.timing import Plan, Quartiles
-from consequent_lab.workloads import Entrant, Task, TrainingStep, adamw, corrected, nesterov, sgd
+from consequent_lab.workloads import Entrant, Task, TrainingStep
 
 pytestmark = pytest.mark.slow
 
@@ -129,8 +130,8 @@ def test_an_entrant_that_fails_is_reported_and_the_rest_goes_on(tmp_path, monkey
         raise MemoryError("no room for this model\nand more")
 
     model = lambda: mlp(8, [4], 10)  # noqa: E731
-    ours = Entrant("C-SGD", model, sgd, corrected(damping=0.1))
-    entrants = Entrant("SGD", model, sgd), ours, Entrant("broken", broken, sgd)
+    ours = Entrant("C-SGD", model, "sgd", {"damping": 0.1})
+    entrants = Entrant("SGD", model, "sgd"), ours, Entrant("broken", broken, "sgd")
     comparisons = targets.Comparison(("C-SGD",), "SGD", 1e9), targets.Comparison(("broken",), "SGD", 1.0)
     task = Task("tiny", (4, 8))
     table = (
@@ -162,7 +163,7 @@ def test_a_loss_that_is_not_finite_is_no_measurement():
     match = targets.Match(
         "diverging",
         Task("tiny", (4, 8)),
-        (Entrant("SGD", lambda: Diverging(8, 10), sgd), Entrant("other", lambda: nn.Linear(8, 10), sgd)),
+        (Entrant("SGD", lambda: Diverging(8, 10), "sgd"), Entrant("other", lambda: nn.Linear(8, 10), "sgd")),
         (targets.Comparison(("SGD",), "other", 1.0),),
     )
     (row,), _ = speed.play(match, "cpu", FAST, judge=True)
@@ -329,8 +330,8 @@ def graphed_training(make_optimizer, steps=4):
 @pytest.mark.parametrize(
     "make_optimizer",
     [
-        lambda model: nesterov(model, True),
-        lambda model: adamw(model, True),
+        lambda model: plain_optimizer("nesterov", model.parameters(), 1e-4, momentum=0.95),
+        lambda model: plain_optimizer("adamw", model.parameters(), 1e-4, 0.01, capturable=True),
         lambda model: consequent.CSGD(model, lr=0.05, momentum=0.9, damping=0.1),
     ],
     ids=["Nesterov", "AdamW", "C-Momentum"],
@@ -374,7 +375,7 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was():
 @pytest.mark.gpu
 def test_peak_memory_counts_model_and_activations():
     task = Task("", (1024, 1024))
-    entrant = Entrant("SGD", lambda: mlp(1024, [1024], 10), sgd)
+    entrant = Entrant("SGD", lambda: mlp(1024, [1024], 10), "sgd")
     peak = timing.peak_memory(lambda: TrainingStep(task, entrant, "cuda"))
     assert 16 <= peak.later <= 200  # MiB: weight, gradient, inputs and activations of 4 MiB each, and workspaces
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from consequent_lab import cli
+from consequent_lab import cli, jobs
 from consequent_lab.forecast import AROUND_A_RUN, Cost, expected_jobs, forecast, kind_of, measured_cost
 from consequent_lab.paper import schedule
 from consequent_lab.paper.archive import Archive
@@ -61,9 +61,9 @@ def test_the_command_says_it_before_the_first_run(tmp_path, monkeypatch, capsys)
 
     def no_runs(ready, setup, board):
         said.append(capsys.readouterr().out)
-        return schedule.Summary()
+        return jobs.Summary()
 
-    monkeypatch.setattr(schedule, "run_jobs", no_runs)
+    monkeypatch.setattr(schedule, "train_runs", no_runs)
     cli.main(["reproduce", "mlp", "--quick", "--runs", str(tmp_path), "--device", "cpu", "--workers", "2"])
     assert re.search(
         r"^\d+ runs, 2 at a time: about \d.*s here, by a short timing; a search may need some more", said[0]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from consequent_lab import records, runs
+from consequent_lab.records import device_name
 from consequent_lab.runs import DamagedFileError, RunFolder, environment, sealed
 
 
@@ -99,7 +100,7 @@ def test_environment_lists_every_start(folder):
     starts = folder.environment()
     assert [start["iteration"] for start in starts] == [0, 7]
     assert starts[0]["versions"]["torch"] == torch.__version__
-    assert starts[0]["device"] == {"type": "cpu", "name": "CPU", "threads": torch.get_num_threads()}
+    assert starts[0]["device"] == {"type": "cpu", "name": device_name("cpu"), "threads": torch.get_num_threads()}
 
 
 def test_commit_is_that_of_the_checkout_or_none(tmp_path):

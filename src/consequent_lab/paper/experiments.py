@@ -1,7 +1,7 @@
 """The paper's experiments by name: what each runs, and how it becomes a finding."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from consequent_lab.paper import (
@@ -19,7 +19,7 @@ from consequent_lab.paper import (
     resnet20_recipe,
 )
 from consequent_lab.paper.findings import Finding
-from consequent_lab.paper.recipes import Recipe, SearchOnly
+from consequent_lab.paper.recipes import Recipe
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def experiments() -> dict[str, Experiment]:
 
 
 def _learning_rates(quick: bool) -> list[Recipe]:
-    race = learning_rates_recipe.resnet20_race(quick)
-    return [learning_rates_recipe.sweep(quick), SearchOnly(race.name, race.contestants, race)]
+    searched = replace(learning_rates_recipe.resnet20_race(quick), steps=("search",))
+    return [learning_rates_recipe.sweep(quick), searched]
 
 
 def find(names: Sequence[str], *runs: Path) -> list[Finding]:

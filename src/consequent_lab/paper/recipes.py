@@ -82,6 +82,7 @@ class Race(Recipe):
 
     search: Search
     timed_iterations: int
+    steps: tuple[Step, ...] = STEPS  # that are run of it at all
 
     def searched(self, contestant: Contestant, archive: Archive) -> Searched:
         """Returns how far a contestant's search is."""
@@ -94,6 +95,7 @@ class Race(Recipe):
     def jobs(self, archive: Archive, steps: tuple[Step, ...]) -> list[Job]:
         """Returns the runs that can start now; headlines first, then by seeds, so that little is missing early."""
         found = []
+        steps = tuple(step for step in steps if step in self.steps)
         for place, contestant in enumerate(self.contestants):
             rank = 0 if contestant.headline else 1
             search = self.searched(contestant, archive)
@@ -147,18 +149,6 @@ class Sweep(Recipe):
             for number, seed in enumerate(one.seeds)
             if archive.run(self.name, variant_at(one.variant, rung), seed) is None
         ]
-
-
-@dataclass(frozen=True)
-class SearchOnly(Recipe):
-    """Contestants of a race of which only the search is run here."""
-
-    race: Race
-
-    def jobs(self, archive: Archive, steps: tuple[Step, ...]) -> list[Job]:
-        """Returns the search runs that are not finished."""
-        searched = replace(self.race, contestants=self.contestants)
-        return searched.jobs(archive, ("search",)) if "search" in steps else []
 
 
 def matches(variant: str, patterns: Iterable[str]) -> bool:

@@ -89,26 +89,16 @@ def decay_of(settings: Settings, usual: float = 0.0) -> float:
     return settings["decay"] / settings["lr"] if "decay" in settings else usual
 
 
-def sgd(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
-    """Returns gradient descent."""
-    return [plain_optimizer("sgd", model.parameters(), settings["lr"], decay_of(settings))]
+def torchs(name: str) -> Plain:
+    """Returns what makes one of torch's optimisers, as `plain_optimizer` calls it."""
 
+    def make(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
+        decay = decay_of(settings, usual=0.01 if name == "adamw" else 0.0)
+        if name == "adam":
+            decay = settings.get("decay", 0.0)  # is part of the gradient, which Adam brings to one size
+        return [plain_optimizer(name, model.parameters(), settings["lr"], decay, capturable=capturable)]
 
-def nesterov(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
-    """Returns gradient descent with Nesterov's momentum of 0.9."""
-    return [plain_optimizer("nesterov", model.parameters(), settings["lr"], decay_of(settings))]
-
-
-def adam(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
-    """Returns Adam."""
-    decay = settings.get("decay", 0.0)  # is part of the gradient, which Adam brings to one size
-    return [plain_optimizer("adam", model.parameters(), settings["lr"], decay, capturable=capturable)]
-
-
-def adamw(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
-    """Returns AdamW."""
-    decay = decay_of(settings, usual=0.01)
-    return [plain_optimizer("adamw", model.parameters(), settings["lr"], decay, capturable=capturable)]
+    return make
 
 
 class FlatMuon(torch.optim.Muon):
@@ -199,23 +189,26 @@ def foof(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimiz
 
 OTHER_LR = Knob("other_lr", 3e-5, 1e-2, 3e-4)  # of AdamW beside Muon
 RELATIVE_DAMPING = Knob("relative_damping", 0.01, 1.0, 0.1)
+ADAMS_DECAY = Knob("decay", 1e-6, 1e-3, 1e-5)
 
 CONTESTANTS = {
     contestant.name: contestant
     for contestant in (
-        Contestant("SGD", sgd, (lr(0.05),)),
-        Contestant("Nesterov", nesterov, (lr(0.01),)),
-        Contestant("Adam", adam, (lr(3e-4),), decay=Knob("decay", 1e-6, 1e-3, 1e-5)),
-        Contestant("AdamW", adamw, (lr(3e-4),)),
+        Contestant("SGD", torchs("sgd"), (lr(0.05),)),
+        Contestant("Nesterov", torchs("nesterov"), (lr(0.01),)),
+        Contestant("Adam", torchs("adam"), (lr(3e-4),), decay=ADAMS_DECAY),
+        Contestant("AdamW", torchs("adamw"), (lr(3e-4),)),
         Contestant("Muon", muon, (lr(2e-3), OTHER_LR)),
         Contestant("SOAP", soap, (lr(1e-3),), graphs=False),
         Contestant("Shampoo", shampoo, (lr(3e-4),), graphs=False),
         Contestant("K-FAC", kfac, (lr(3e-4), Knob("damping", 1e-4, 1e-1, 3e-3)), graphs=False),
         Contestant("FOOF", foof, (lr(0.03), Knob("damping", 0.03, 30.0, 1.0)), graphs=False),
-        Contestant("C-SGD", sgd, (lr(0.1), RELATIVE_DAMPING), correction={}),
-        Contestant("C-Nesterov", nesterov, (lr(0.01), RELATIVE_DAMPING), correction={}),
-        Contestant("C-Adam", adam, (lr(3e-4), RELATIVE_DAMPING), correction={}, decay=Knob("decay", 1e-6, 1e-3, 1e-5)),
-        Contestant("C-AdamW", adamw, (lr(3e-4), RELATIVE_DAMPING), correction={}),
+        Contestant("C-SGD", torchs("sgd"), (lr(0.1), RELATIVE_DAMPING), correction={}),
+        Contestant("C-Nesterov", torchs("nesterov"), (lr(0.01), RELATIVE_DAMPING), correction={}),
+        Contestant(
+            "C-Adam", torchs("adam"), (lr(3e-4), RELATIVE_DAMPING), correction={}, decay=Knob("decay", 1e-6, 1e-3, 1e-5)
+        ),
+        Contestant("C-AdamW", torchs("adamw"), (lr(3e-4), RELATIVE_DAMPING), correction={}),
         Contestant("C-Muon", muon, (lr(2e-3), OTHER_LR), correction={}),
         Contestant(
             "Newton-Muon",
@@ -224,8 +217,8 @@ CONTESTANTS = {
             correction={"relative_damping": 0.2, "averaging": 0.95, "refresh": 32},
             graphs=False,
         ),
-        Contestant("Nesterov-BN", nesterov, (lr(0.1),), variant="BN"),
-        Contestant("AdamW-BN", adamw, (lr(1e-3),), variant="BN"),
+        Contestant("Nesterov-BN", torchs("nesterov"), (lr(0.1),), variant="BN"),
+        Contestant("AdamW-BN", torchs("adamw"), (lr(1e-3),), variant="BN"),
         Contestant("Muon-BN", muon, (lr(0.02), Knob("other_lr", 3e-5, 1e-2, 1e-3)), variant="BN"),
     )
 }

@@ -1,15 +1,13 @@
 """A race as jobs: the search of a contestant, then a final for each seed; side by side, until the time is over."""
 
 import time
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
-from consequent_lab.pool import Pool
+from consequent_lab.jobs import Job, check_time, run_jobs
+from consequent_lab.pool import Report
 from consequent_lab.race.contestants import Contestant, Settings, contestant_named
 from consequent_lab.race.curves import Curve, packed
 from consequent_lab.race.results import Line, Results, line_of
@@ -17,13 +15,6 @@ from consequent_lab.race.task import SEARCH_SEED, Task
 from consequent_lab.race.tasks import task_named
 from consequent_lab.race.training import curve_of
 from consequent_lab.samples import Data
-from consequent_lab.timing import describe_error
-
-Report = Callable[[Line], None]
-
-
-class OutOfTimeError(Exception):
-    """The time of this race is over; what was being run is run again the next time."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +35,6 @@ class Conditions:
         task = task_named(self.task, tiny=self.tiny)
         return task if self.epochs is None else task.with_epochs(self.epochs)
 
-    def check_time(self) -> None:
-        """Raises if the time is over."""
-        if self.deadline is not None and time.time() > self.deadline:
-            raise OutOfTimeError
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a job came to: the settings that were found, or what went wrong."""
-
-    settings: Settings | None = None
-    is_out_of_time: bool = False
-    error: str = ""
-
 
 @lru_cache(maxsize=2)
 def data_of(conditions: Conditions, seed: int, *, search: bool) -> Data:
@@ -74,39 +51,24 @@ def data_of(conditions: Conditions, seed: int, *, search: bool) -> Data:
 # ---- jobs, in any process ----------------------------------------------------------------------------------------
 
 
-def attempted(report: Report, job: Callable[..., Settings | None], conditions: Conditions, *arguments: Any) -> Outcome:
-    """Does a job, unless the time is over."""
-    try:
-        conditions.check_time()
-        return Outcome(job(report, conditions, *arguments))
-    except OutOfTimeError:
-        return Outcome(is_out_of_time=True)
-    except Exception as error:  # of a package, on data it was not made for: the others go on
-        return Outcome(error=describe_error(error))
-
-
-def search(report: Report, conditions: Conditions, name: str, lines: list[Line]) -> Settings | None:
-    """Runs the trials that a contestant still has, reports each as a line, and returns the best settings."""
+def search(report: Report, conditions: Conditions, name: str, trials: Sequence[Line]) -> str:
+    """Runs the trials that a contestant still has, after those that it has had, and reports each as a line."""
     from consequent_lab.race.search import Search
 
     task, contestant = conditions.the_task(), contestant_named(name)
     data = data_of(conditions, SEARCH_SEED, search=True)
     steps = task.steps(len(data.train), search=True)
-    study = Search(task, contestant, steps, lines)
-    results = Results(task, Path(), list(lines))
+    study = Search(task, contestant, steps, trials)
     while study.number < conditions.trials:
-        conditions.check_time()
+        check_time(conditions.deadline)
         trial = study.ask()
         curve, kept = _trained(conditions, contestant, trial.settings, data, SEARCH_SEED, steps, trial.is_over)
-        line = line_of(task, "trial", name, **trial.end(curve), **kept)
-        report(line)
-        results.lines.append(line)
-    best = results.best(name)
-    return None if best is None else best["settings"]
+        report(line_of(task, "trial", name, **trial.end(curve), **kept))
+    return ""
 
 
-def final(report: Report, conditions: Conditions, name: str, settings: Settings, seed: int) -> Settings:
-    """Runs a final, reports it as a line, and returns its settings."""
+def final(report: Report, conditions: Conditions, name: str, settings: Settings, seed: int) -> str:
+    """Runs a final and reports it as a line."""
     task, start = conditions.the_task(), time.perf_counter()
     # Tasks that split at random have another set for every seed; the others keep one in memory.
     data = data_of(conditions, seed if task.name.startswith("table") else 0, search=False)
@@ -114,7 +76,7 @@ def final(report: Report, conditions: Conditions, name: str, settings: Settings,
     _, kept = _trained(conditions, contestant_named(name), settings, data, seed, steps, lambda curve: False)
     seconds = time.perf_counter() - start
     report(line_of(task, "final", name, settings=settings, seed=seed, seconds=seconds, **kept))
-    return settings
+    return ""
 
 
 def _trained(
@@ -129,7 +91,7 @@ def _trained(
     """Returns a run's curve, and what its line has of it."""
 
     def watch(curve: Curve) -> bool:
-        conditions.check_time()
+        check_time(conditions.deadline)
         return is_over(curve)
 
     task = conditions.the_task()
@@ -159,37 +121,30 @@ def race(
         results.add(line)
         say(sentence(results.task, line))
 
-    def finals(name: str, settings: Settings) -> list[tuple[Any, ...]]:
-        there = {line["seed"] for line in results.finals(name)}
-        return [(final, name, settings, seed) for seed in range(seeds) if seed not in there]
+    def ready() -> list[Job]:
+        """Finals come before searches: a table of some contestants is worth more than many searches."""
+        jobs = []
+        for place, name in enumerate(names):
+            trials = results.trials(name)
+            if results is searched and len(trials) < conditions.trials:
+                work = partial(search, conditions=conditions, name=name, trials=trials)
+                jobs.append(Job(f"{name}, search", work, (1, place)))
+            elif (best := searched.best(name)) is not None:
+                there = {line["seed"] for line in results.finals(name)}
+                for seed in set(range(seeds)) - there:
+                    work = partial(final, conditions=conditions, name=name, settings=best["settings"], seed=seed)
+                    jobs.append(Job(f"{name}, seed {seed}", work, (0, place, seed)))
+        return jobs
 
-    waiting: deque[tuple[Any, ...]] = deque()  # a job, a name, and what else the job needs
+    def ended(name: str, text: str) -> None:
+        if text:
+            say(f"{name}: {text}")
+
     for name in names:
-        if results is searched and len(results.trials(name)) < conditions.trials:
-            waiting.append((search, name, results.trials(name)))
-        elif (best := searched.best(name)) is not None:
-            waiting.extend(finals(name, best["settings"]))
-        else:
+        if results is not searched and searched.best(name) is None:
             say(f"{name}: there is no search of {searched.task.name} to take the settings from")
-    is_whole = True
-    running: dict[Future[Outcome], tuple[Any, ...]] = {}
-    with Pool[Line](workers, report) as pool:
-        while waiting or running:
-            while waiting and len(running) < workers:
-                job, name, *needed = waiting.popleft()
-                running[pool.submit(attempted, job, conditions, name, *needed)] = job, name
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                job, name = running.pop(future)
-                outcome = future.result()
-                if outcome.error:
-                    say(f"{name}: {outcome.error}")
-                if outcome.error or outcome.is_out_of_time:
-                    is_whole = False
-                elif job is search and outcome.settings is not None:
-                    # Before other searches: a table of some contestants is worth more than many searches.
-                    waiting.extendleft(reversed(finals(name, outcome.settings)))
-    return is_whole
+    run_jobs(ready, workers, conditions.deadline, report, ended)
+    return not ready()
 
 
 def sentence(task: Task, line: Line) -> str:

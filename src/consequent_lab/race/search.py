@@ -24,7 +24,7 @@ LONGEST_RUNG = 4  # the first cut is after so small a part of the run
 class Search:
     """A study that is made anew from the lines of its finished trials; a run to its end has so many steps."""
 
-    def __init__(self, task: Task, contestant: Contestant, steps: int, lines: list[Line]) -> None:
+    def __init__(self, task: Task, contestant: Contestant, steps: int, lines: Sequence[Line]) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._task = task
         self._steps = steps

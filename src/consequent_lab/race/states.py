@@ -25,9 +25,3 @@ def states_in(folder: Path, trials: int, seeds: int) -> list[tuple[Results, str]
     """Returns what there is of all tasks, in the order of work, and how far each is."""
     known = [Results.of(task, folder) for task in TASKS.values()]
     return [(results, state_of(results, trials, seeds)) for results in known]
-
-
-def markdown_states(states: list[tuple[Results, str]]) -> str:
-    """Returns them as a table for the docs."""
-    lines = ["| task | state |", "|---|---|", *(f"| {results.task.name} | {state} |" for results, state in states)]
-    return "\n".join(lines) + "\n"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import torch
 
@@ -11,8 +12,9 @@ from consequent_lab.race.results import Line, Results, line_of
 from consequent_lab.race.running import Conditions, data_of
 from consequent_lab.race.task import Task
 from consequent_lab.race.training import Run
+from consequent_lab.records import device_name
 from consequent_lab.samples import Data
-from consequent_lab.timing import Plan, Quartiles, describe_error, measure, peak_memory, release_memory
+from consequent_lab.timing import Plan, Quartiles, made, measure, peak_memory, release_memory
 
 PERIOD = 100  # steps after which every contestant has done all that it does now and then
 SLOWED = 1e-3  # the fraction of the learning rate that steps are timed with: a batch is learnt again and again
@@ -37,31 +39,29 @@ def times(
         knobs = contestant_named(name).space(task)
         chosen[name] = best["settings"] if best else {knob.name: knob.start for knob in knobs}
     lines: dict[str, Line] = {name: {"milliseconds": {}, "errors": {}} for name in names}
-    if conditions.device == "cuda":
-        for name in names:
-            try:
-                memory = peak_memory(lambda name=name: step_of(task, contestant_named(name), chosen[name], data, False))  # type: ignore[misc]
-                lines[name]["memory_mib"] = asdict(memory)
-            except Exception as error:
-                lines[name]["errors"]["memory"] = describe_error(error)
-    for how in ("eager", "graph") if conditions.device == "cuda" else ("eager",):
-        steps = {}
-        for name in names:
-            contestant = contestant_named(name)
-            if how == "graph" and not contestant.graphs:
-                continue
-            try:
-                steps[name] = step_of(task, contestant, chosen[name], data, how == "graph")
-            except Exception as error:
-                lines[name]["errors"][how] = describe_error(error)
-        timings = measure(steps, conditions.device, TINY_PLAN if conditions.tiny else plan)
-        for name, samples in timings.milliseconds.items():
-            lines[name]["milliseconds"][how] = asdict(Quartiles.of(samples))
-        for name, message in timings.errors.items():
-            lines[name]["errors"][how] = message
-        steps.clear()
-        release_memory()
-    machine = torch.cuda.get_device_name() if conditions.device == "cuda" else "CPU"
+    ways = ("memory", "eager", "graph") if conditions.device == "cuda" else ("eager",)
+    for way in ways:
+        errors: dict[str, str] = {}
+        makers = {
+            name: partial(step_of, task, contestant_named(name), chosen[name], data, way == "graph")
+            for name in names
+            if way != "graph" or contestant_named(name).graphs
+        }
+        if way == "memory":
+            peaks = made({name: partial(peak_memory, make) for name, make in makers.items()}, errors)
+            for name, peak in peaks.items():
+                lines[name]["memory_mib"] = asdict(peak)
+        else:
+            steps = made(makers, errors)
+            timings = measure(steps, conditions.device, TINY_PLAN if conditions.tiny else plan)
+            for name, samples in timings.milliseconds.items():
+                lines[name]["milliseconds"][way] = asdict(Quartiles.of(samples))
+            errors |= timings.errors
+            steps.clear()
+            release_memory()
+        for name, message in errors.items():
+            lines[name]["errors"][way] = message
+    machine = device_name(conditions.device)
     for name, line in lines.items():
         kept = line_of(task, "time", name, settings=chosen[name], device=machine, torch=str(torch.__version__), **line)
         results.add(kept)

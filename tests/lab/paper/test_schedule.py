@@ -14,10 +14,12 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from consequent_lab import jobs
+from consequent_lab.jobs import Summary, next_jobs
 from consequent_lab.paper import schedule
 from consequent_lab.paper.archive import Archive
 from consequent_lab.paper.recipes import Job
-from consequent_lab.paper.schedule import Setup, run_jobs
+from consequent_lab.paper.schedule import Setup, train_job, train_runs
 from consequent_lab.progress import ProgressBoard
 from consequent_lab.train_config import TrainConfig
 
@@ -31,25 +33,25 @@ def job(variant, **changes):
     return Job("recipe", variant, replace(CONFIG, **changes), alone=alone)
 
 
-def scheduled(jobs, tmp_path, workers=1, deadline=None, terminal=False):
+def scheduled(runs, tmp_path, workers=1, deadline=None, terminal=False):
     """Runs the jobs; returns the summary and what was shown."""
     archive = Archive(tmp_path)
     shown = StringIO()
     setup = Setup(tmp_path, "cpu", None, workers, deadline)
     with ProgressBoard(Console(file=shown, width=200, force_terminal=terminal, highlight=False)) as board:
-        left = lambda: [one for one in jobs if archive.run(one.recipe, one.variant, one.config.seed) is None]  # noqa: E731
-        return run_jobs(left, setup, board), shown.getvalue()
+        left = lambda: [one for one in runs if archive.run(one.recipe, one.variant, one.config.seed) is None]  # noqa: E731
+        return train_runs(left, setup, board), shown.getvalue()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_that_fails_is_named_and_stops_no_other(tmp_path, workers):
-    jobs = [job("first"), job("bad", batch_size=5000), job("last"), job("timing", alone=True)]
-    summary, shown = scheduled(jobs, tmp_path, workers)
+    runs = [job("first"), job("bad", batch_size=5000), job("last"), job("timing", alone=True)]
+    summary, shown = scheduled(runs, tmp_path, workers)
     assert sorted(summary.done) == ["recipe/first/seed0", "recipe/last/seed0", "recipe/timing/seed0"]
     assert list(summary.failed) == ["recipe/bad/seed0"]
     assert "batch_size 5000" in summary.failed["recipe/bad/seed0"]
     assert "recipe/first/seed0: finished at iteration 30" in shown
-    again, _ = scheduled(jobs, tmp_path)
+    again, _ = scheduled(runs, tmp_path)
     assert again.done == []
 
 
@@ -65,7 +67,7 @@ def test_time_that_is_up_stops_a_run_which_goes_on_later(tmp_path, monkeypatch):
     slow = job("slow", iterations=100, checkpoint_every=50)
     clock = itertools.count()  # a second passes whenever somebody looks, which is at least once in an iteration
     with monkeypatch.context() as patch:
-        patch.setattr(schedule, "time", SimpleNamespace(time=lambda: next(clock)))
+        patch.setattr(jobs, "time", SimpleNamespace(time=lambda: next(clock)))
         summary, _ = scheduled([slow, job("next")], tmp_path, deadline=80)
     assert (summary.done, summary.stopped, summary.failed) == ([], ["recipe/slow/seed0"], {})
     assert slow.folder(tmp_path).outcome() is None
@@ -78,34 +80,32 @@ def test_time_that_is_up_stops_a_run_which_goes_on_later(tmp_path, monkeypatch):
 
 def test_a_timed_run_has_nothing_beside_it(tmp_path):
     waiting = [job("timing", alone=True), job("one"), job("two")]
-    setup = Setup(tmp_path, "cpu", None, 2, None)
-    summary = schedule.Summary()
-    chosen = [one.variant for one in schedule._next_jobs(waiting, setup, summary, [])]
+    summary = Summary()
+    chosen = [one.variant for one in next_jobs(waiting, 2, None, summary, [])]
     assert chosen == ["one", "two"]
-    assert schedule._next_jobs(waiting[:1], setup, summary, [waiting[1]]) == []
-    assert schedule._next_jobs(waiting[1:], setup, summary, [waiting[0]]) == []
-    assert [one.variant for one in schedule._next_jobs(waiting[:1], setup, summary, [])] == ["timing"]
+    assert next_jobs(waiting[:1], 2, None, summary, [waiting[1]]) == []
+    assert next_jobs(waiting[1:], 2, None, summary, [waiting[0]]) == []
+    assert [one.variant for one in next_jobs(waiting[:1], 2, None, summary, [])] == ["timing"]
 
 
-def _killed_once(report, one, setup):
+def _killed_once(report, job, setup):
     """Stands for a worker process that the system kills at the first run."""
     mark = setup.runs / "killed"
-    if one.variant == "victim" and not mark.exists():
+    if job.variant == "victim" and not mark.exists():
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    return schedule._train(report, one, setup)
+    return train_job(report, job, setup)
 
 
-def _always_killed(report, one, setup):
-    if one.variant == "victim":
+def _always_killed(report, job, setup):
+    if job.variant == "victim":
         os.kill(os.getpid(), signal.SIGKILL)
-    return schedule._train(report, one, setup)
+    return train_job(report, job, setup)
 
 
 @pytest.mark.parametrize(("function", "fails"), [(_killed_once, False), (_always_killed, True)])
 def test_a_worker_that_is_killed_costs_no_run(tmp_path, monkeypatch, function, fails):
-    real = schedule.Pool.submit
-    monkeypatch.setattr(schedule.Pool, "submit", lambda pool, _, *args: real(pool, function, *args))
+    monkeypatch.setattr(schedule, "train_job", function)
     summary, _ = scheduled([job("victim")], tmp_path, workers=2)
     assert summary.done == ([] if fails else ["recipe/victim/seed0"])
     assert list(summary.failed) == (["recipe/victim/seed0"] if fails else [])

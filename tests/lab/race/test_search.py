@@ -19,10 +19,10 @@ def forgetting_time(lines):
     return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
 
 
-def run_race(folder, names=("SGD", "C-SGD"), conditions=CONDITIONS, seeds=2):
+def run_race(folder, names=("SGD", "C-SGD"), conditions=CONDITIONS, seeds=2, workers=1):
     results = Results.of(TASK, folder)
     said = []
-    is_whole = race(conditions, list(names), seeds, 1, results, results, said.append)
+    is_whole = race(conditions, list(names), seeds, workers, results, results, said.append)
     return results, is_whole, said
 
 
@@ -37,19 +37,22 @@ def test_a_search_goes_on_as_if_it_had_not_been_stopped():
 
 def test_a_search_begins_where_one_would_and_gives_up_on_some():
     lines = []
-    settings = search(lines.append, CONDITIONS, "C-SGD", [])
+    search(lines.append, CONDITIONS, "C-SGD", [])
     assert lines[0]["settings"] == {"lr": 0.1, "relative_damping": 0.1}
     assert {line["state"] for line in lines} == {"complete", "pruned"}
-    complete = [line for line in lines if line["state"] == "complete"]
-    assert settings == min(complete, key=lambda line: line["score"])["settings"]
     for knob in CONTESTANTS["C-SGD"].knobs:
         assert all(knob.low <= line["settings"][knob.name] <= knob.high for line in lines)
 
 
-def test_a_race_that_is_whole_is_not_run_again(tmp_path):
-    results, is_whole, said = run_race(tmp_path)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_race_that_is_whole_is_not_run_again(tmp_path, workers):
+    results, is_whole, said = run_race(tmp_path, workers=workers)
     assert is_whole
     assert len(said) == 2 * (8 + 2)
+    for name in ("SGD", "C-SGD"):
+        complete = [line for line in results.trials(name) if line["state"] == "complete"]
+        best = min(complete, key=lambda line: line["score"])["settings"]
+        assert [line["settings"] for line in results.finals(name)] == [best, best]
     again, is_whole, said = run_race(tmp_path)
     assert is_whole
     assert not said
