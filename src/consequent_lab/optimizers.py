@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
@@ -13,11 +14,14 @@ from consequent import Consequentialism
 class Optimizers:
     """Optimisers that step together as if they were one, with or without a correction of them all.
 
-    The learning rates that they have now are the peaks of a schedule.
+    The learning rates that they have now are the peaks of a schedule. A decay takes that fraction off every weight in a
+    step at the peak, beside whatever the optimisers do, so that it means the same for all of them.
     """
 
-    def __init__(self, model: nn.Module, parts: list[Optimizer]) -> None:
+    def __init__(self, model: nn.Module, parts: list[Optimizer], decay: float = 0.0) -> None:
         self.parts = parts
+        self._decay = decay
+        self._factor = 1.0
         self.correction: Consequentialism | None = None
         self._model = model
         self._peaks = [float(group["lr"]) for group in self.param_groups]
@@ -44,11 +48,15 @@ class Optimizers:
 
     def step(self) -> None:
         """Takes one step of each."""
+        if self._decay:
+            with torch.no_grad():
+                torch._foreach_mul_(list(self._model.parameters()), 1 - self._decay * self._factor)
         for part in self.parts:
             part.step()
 
     def schedule(self, factor: float) -> None:
         """Sets all learning rates to a fraction of their peaks."""
+        self._factor = factor
         for group, peak in zip(self.param_groups, self._peaks, strict=True):
             group["lr"] = factor * peak
 

@@ -1,8 +1,8 @@
 """Who takes part: how each optimiser is made from its settings, and what a search may change in them.
 
 Every contestant has a learning rate over two and a half decades and at most one further knob, each on a logarithmic
-scale; in tasks judged by test data all have weight decay as well, in units of the schedule: the fraction that a step at
-the peak takes off a weight. The first trial of everybody is the setting that one would start with.
+scale; in tasks judged by test data all have weight decay as well, the same for all, beside what they do: the fraction
+that a step at the peak takes off a weight. The first trial of everybody is the setting that one would start with.
 """
 
 from collections.abc import Callable, Iterable
@@ -57,7 +57,7 @@ class Contestant:
     plain: Plain
     knobs: tuple[Knob, ...]  # what is searched, the learning rate first
     correction: dict[str, Any] | None = None  # options of `consequent.attach`; None is the plain one
-    decay: Knob = field(default_factory=lambda: Knob("decay", 3e-6, 3e-3, 5e-5))  # where weight decay is searched
+    decay: Knob = field(default_factory=lambda: Knob("decay", 3e-6, 3e-2, 5e-5))  # where weight decay is searched
     graphs: bool = True  # whether its step can be captured in a CUDA graph; others decide or count on the host
     variant: str = ""  # of the task's model, "" or "BN"
 
@@ -69,7 +69,7 @@ class Contestant:
 
     def make(self, model: nn.Module, settings: Settings, task: Task, capturable: bool) -> Optimizers:
         """Returns its optimisers over a model."""
-        optimizers = Optimizers(model, self.plain(model, settings, capturable))
+        optimizers = Optimizers(model, self.plain(model, settings, capturable), settings.get("decay", 0.0))
         if self.correction is not None:
             dampings = {name: settings[name] for name in ("damping", "relative_damping") if name in settings}
             optimizers.attach(loss_reduction=task.loss_reduction, **dampings, **self.correction)
@@ -84,18 +84,11 @@ def lr(start: float) -> Knob:
 # ---- plain ones --------------------------------------------------------------------------------------------------
 
 
-def decay_of(settings: Settings, usual: float = 0.0) -> float:
-    """Returns torch's weight decay, which is multiplied by the learning rate."""
-    return settings["decay"] / settings["lr"] if "decay" in settings else usual
-
-
 def torchs(name: str) -> Plain:
     """Returns what makes one of torch's optimisers, as `plain_optimizer` calls it."""
 
     def make(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
-        decay = decay_of(settings, usual=0.01 if name == "adamw" else 0.0)
-        if name == "adam":
-            decay = settings.get("decay", 0.0)  # is part of the gradient, which Adam brings to one size
+        decay = 0.01 if name == "adamw" and "decay" not in settings else 0.0  # torch's own
         return [plain_optimizer(name, model.parameters(), settings["lr"], decay, capturable=capturable)]
 
     return make
@@ -133,23 +126,21 @@ def muon(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimiz
     known = set(weights if embeddings else weights[1:]) - {weights[-1]} - embeddings
     hidden = [weight for weight in weights if weight in known]
     others = [parameter for parameter in model.parameters() if parameter not in known]
-    decay = decay_of(settings)
-    rest = plain_optimizer("adamw", others, settings["other_lr"], decay, capturable=capturable)
+    rest = plain_optimizer("adamw", others, settings["other_lr"], capturable=capturable)
     kind = torch.optim.Muon if all(weight.ndim == 2 for weight in hidden) else FlatMuon
-    return [kind(hidden, lr=settings["lr"], weight_decay=decay), rest]
+    return [kind(hidden, lr=settings["lr"], weight_decay=0.0), rest]
 
 
 def soap(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
     """Returns SOAP as its package has it, a side of more than 2,048 left as it is."""
     from pytorch_optimizer import SOAP
 
-    decay = decay_of(settings)
     return [
         SOAP(
             list(model.parameters()),
             lr=settings["lr"],
             betas=(0.95, 0.95),
-            weight_decay=decay,
+            weight_decay=0.0,
             precondition_frequency=10,
             max_precondition_dim=2048,
         )
@@ -166,8 +157,6 @@ def shampoo(model: nn.Module, settings: Settings, capturable: bool) -> list[Opti
             lr=settings["lr"],
             betas=(0.9, 0.95),
             moving_average_for_momentum=True,
-            weight_decay=decay_of(settings),
-            decoupled_weight_decay=True,
             start_preconditioning_step=10,
             preconditioning_compute_steps=10,
             graft_type=RMSPROP,
@@ -176,27 +165,26 @@ def shampoo(model: nn.Module, settings: Settings, capturable: bool) -> list[Opti
 
 
 def kfac(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
-    """Returns K-FAC, its factors updated and inverted every 10 steps."""
-    return [KFAC(model, settings["lr"], settings["damping"], weight_decay=decay_of(settings))]
+    """Returns K-FAC."""
+    return [KFAC(model, settings["lr"], settings["damping"])]
 
 
 def foof(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
-    """Returns FOOF, its factor updated and inverted every 10 steps."""
-    return [FOOF(model, settings["lr"], settings["damping"], weight_decay=decay_of(settings))]
+    """Returns FOOF."""
+    return [FOOF(model, settings["lr"], settings["damping"])]
 
 
 # ---- all of them -------------------------------------------------------------------------------------------------
 
 OTHER_LR = Knob("other_lr", 3e-5, 1e-2, 3e-4)  # of AdamW beside Muon
 RELATIVE_DAMPING = Knob("relative_damping", 0.01, 1.0, 0.1)
-ADAMS_DECAY = Knob("decay", 1e-6, 1e-3, 1e-5)
 
 CONTESTANTS = {
     contestant.name: contestant
     for contestant in (
         Contestant("SGD", torchs("sgd"), (lr(0.05),)),
         Contestant("Nesterov", torchs("nesterov"), (lr(0.01),)),
-        Contestant("Adam", torchs("adam"), (lr(3e-4),), decay=ADAMS_DECAY),
+        Contestant("Adam", torchs("adam"), (lr(3e-4),)),
         Contestant("AdamW", torchs("adamw"), (lr(3e-4),)),
         Contestant("Muon", muon, (lr(2e-3), OTHER_LR)),
         Contestant("SOAP", soap, (lr(1e-3),), graphs=False),
@@ -205,9 +193,7 @@ CONTESTANTS = {
         Contestant("FOOF", foof, (lr(0.03), Knob("damping", 0.03, 30.0, 1.0)), graphs=False),
         Contestant("C-SGD", torchs("sgd"), (lr(0.1), RELATIVE_DAMPING), correction={}),
         Contestant("C-Nesterov", torchs("nesterov"), (lr(0.01), RELATIVE_DAMPING), correction={}),
-        Contestant(
-            "C-Adam", torchs("adam"), (lr(3e-4), RELATIVE_DAMPING), correction={}, decay=Knob("decay", 1e-6, 1e-3, 1e-5)
-        ),
+        Contestant("C-Adam", torchs("adam"), (lr(3e-4), RELATIVE_DAMPING), correction={}),
         Contestant("C-AdamW", torchs("adamw"), (lr(3e-4), RELATIVE_DAMPING), correction={}),
         Contestant("C-Muon", muon, (lr(2e-3), OTHER_LR), correction={}),
         Contestant(

@@ -8,6 +8,8 @@ from torch.nn.functional import unfold
 from torch.optim import SGD
 
 AVERAGING = 0.95  # of the factors
+REFRESH = 10  # steps
+FRESH = 200  # steps: in short runs averages of every tenth would be those of the first
 KL_BOUND = 1e-3  # on lr² · gradient · natural gradient, by which a step of K-FAC is shortened, as is usual
 
 
@@ -15,15 +17,13 @@ class FOOF(SGD):
     """Nesterov's descent along `gradient · (A + λI)⁻¹` for every dense layer and convolution.
 
     `A` is the averaged second moment of a layer's inputs, a one for the bias appended, and λ the damping. Parameters of
-    other layers keep their gradient. Factors and inverses are updated every `refresh` steps.
+    other layers keep their gradient. Factors and inverses are updated in each of the first
+    `FRESH` steps, then every `REFRESH`.
     """
 
-    def __init__(
-        self, model: nn.Module, lr: float, damping: float, weight_decay: float = 0.0, refresh: int = 10
-    ) -> None:
-        super().__init__(model.parameters(), lr=lr, momentum=0.9, nesterov=True, weight_decay=weight_decay)
+    def __init__(self, model: nn.Module, lr: float, damping: float) -> None:
+        super().__init__(model.parameters(), lr=lr, momentum=0.9, nesterov=True)
         self._damping = damping
-        self._refresh = refresh
         self._steps = 0
         self._moments: dict[nn.Linear | nn.Conv2d, list[Tensor]] = {}
         self._inverses: dict[nn.Linear | nn.Conv2d, list[Tensor]] = {}
@@ -31,8 +31,12 @@ class FOOF(SGD):
             if isinstance(layer, nn.Linear | nn.Conv2d):
                 layer.register_forward_hook(self._watch)
 
+    @property
+    def _is_due(self) -> bool:
+        return self._steps < FRESH or self._steps % REFRESH == 0
+
     def _watch(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if output.requires_grad and self._steps % self._refresh == 0:
+        if output.requires_grad and self._is_due:
             output.register_hook(lambda gradient: self._average(layer, inputs[0].detach(), gradient))  # type: ignore[arg-type]
 
     @torch.no_grad()
@@ -65,7 +69,7 @@ class FOOF(SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Takes a step with the gradients of all layers replaced."""
-        if self._steps % self._refresh == 0:
+        if self._is_due:
             self._inverses = {layer: self._inverted(moments) for layer, moments in self._moments.items()}
         self._steps += 1
         changes: list[tuple[Tensor, Tensor]] = []

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -57,6 +59,23 @@ def test_a_run_that_diverges_ends():
     points, _ = curve_of(MLP, CONTESTANTS["SGD"], settings, MLP.load(None, 0), 0, 8, False, lambda curve: False)
     assert not points[-1]["train_loss"] < 1e4
     assert MLP.measure.score(points, 8) >= 1e4
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", TASKS["table-wine"].contestants)
+def test_decay_takes_the_same_off_the_weights_of_everybody(name):
+    task = replace(TASKS["table-wine"], model=lambda variant: nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)]))
+    model = task.model("")
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    settings = starts(name, task) | {"decay": 0.1}
+    optimizers = contestant_named(name).make(model, settings, task, False)
+    for factor in (1.0, 0.5, 0.25):
+        optimizers.schedule(factor)
+        optimizers.zero_grad()
+        (0 * model(torch.randn(4, 5)).sum()).backward()
+        optimizers.step()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter, old * (0.9 * 0.95 * 0.975))
 
 
 def test_muon_takes_kernels_as_matrices():
