@@ -88,12 +88,26 @@ IMPLAUSIBLE = {
         lambda m: functional.cross_entropy(m(SEQUENCES), LABELS.flatten()),
         r"4 samples.*\[24, 5\]",
     ),
-    "tokens": (Tokens, lambda m: cross_entropy(m(SEQUENCES)), r'over the tokens of the outputs \[4, 6, 5\].*"tokens"'),
-    "some tokens": (Tokens, lambda m: cross_entropy(m(SEQUENCES), ignore_index=1), r"over the tokens"),
+    "tokens": (
+        Tokens,
+        lambda m: cross_entropy(m(SEQUENCES)),
+        r'over all positions .* of the outputs \[4, 6, 5\].*"tokens"',
+    ),
+    "some tokens": (Tokens, lambda m: cross_entropy(m(SEQUENCES), ignore_index=1), r"over all positions"),
     "logits": (
         lambda: Tokens(lambda z: {"loss": z.sum(), "logits": z}),
         lambda m: cross_entropy(m(SEQUENCES)["logits"]),
-        r"over the tokens",
+        r"over all positions",
+    ),
+    "time steps of numbers": (
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)),
+        lambda m: cross_entropy(m(torch.randn(4, 6, 3))),
+        r"over all positions .* \[4, 6, 5\]",
+    ),
+    "pixels": (
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 5, 1)),
+        lambda m: functional.cross_entropy(m(torch.randn(4, 1, 6, 6)), torch.randint(0, 5, (4, 6, 6))),
+        r"over all positions .* \[4, 5, 6, 6\]",
     ),
 }
 
@@ -122,6 +136,16 @@ PLAUSIBLE = {
     "the last token": (Tokens, lambda m: functional.cross_entropy(m(SEQUENCES)[:, -1], LABELS[:, -1])),
     "a sum over tokens": (Tokens, lambda m: cross_entropy(m(SEQUENCES), reduction="sum") / 4),
     "vectors for tokens, and no cross-entropy": (Tokens, lambda m: m(SEQUENCES).square().mean()),
+    "pixels, and no classes": (
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 1, 1)),
+        lambda m: functional.mse_loss(m(torch.ones(4, 1, 6, 6)), torch.zeros(4, 1, 6, 6)),
+    ),
+    "a sum over pixels": (
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 5, 1)),
+        lambda m: (
+            functional.cross_entropy(m(torch.randn(4, 1, 6, 6)), torch.zeros(4, 6, 6).long(), reduction="sum") / 4
+        ),
+    ),
     "one sequence": (Tokens, lambda m: functional.cross_entropy(m(SEQUENCES[:1, :1])[0], LABELS[0, :1])),
     "classes": (Tokens, lambda m: functional.cross_entropy(m(SEQUENCES[:, 0]), LABELS[:, 0])),
     "sequence first, in a recurrent layer": (LastState, lambda m: m(torch.randn(9, 4, 3)).square().mean()),

@@ -36,7 +36,7 @@ class Entries:
         self._open: list[tuple[nn.Module, Entry | None]] = []
         self._checkpointed: weakref.WeakKeyDictionary[Any, Entry] = weakref.WeakKeyDictionary()
         self.latest: Entry | None = None  # that builds a graph
-        self.looks_at_tokens = False  # whether to see if the loss is a mean over tokens
+        self.looks_at_positions = False  # whether to see if the loss is a mean over tokens or pixels
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module that contains layers is called."""
@@ -59,7 +59,7 @@ class Entries:
                 outputs = None if entry is None else outputs_in(output)
                 if entry is not None and outputs is not None:
                     entry.output_shape = _shape(outputs)
-                    if self.looks_at_tokens and _are_logits_of_tokens(entry) and outputs.requires_grad:
+                    if self.looks_at_positions and _has_positions(entry) and outputs.requires_grad:
                         outputs.register_hook(partial(_look_at_logits, entry))
                 break
 
@@ -150,7 +150,6 @@ def _entry_of(module: nn.Module, tensor: Tensor) -> Entry:
         tensor.numel(),
         address_of(tensor),
         input_shape=_shape(tensor),
-        takes_integers=not tensor.is_floating_point() and not tensor.is_complex(),
     )
 
 
@@ -158,25 +157,26 @@ def _shape(tensor: Tensor) -> tuple[int, ...] | None:
     return None if tensor.is_nested else tuple(tensor.shape)
 
 
-def _are_logits_of_tokens(entry: Entry) -> bool:
-    """Whether a model with integers for inputs has a vector for each of them."""
+def _has_positions(entry: Entry) -> bool:
+    """Whether the outputs may have several vectors for each sample: of tokens, time steps or pixels."""
     inputs, outputs = entry.input_shape, entry.output_shape
-    return entry.takes_integers and inputs is not None and outputs is not None and outputs[:-1] == inputs
+    return inputs is not None and outputs is not None and len(outputs) > 2 and outputs[0] == inputs[0]
 
 
 def _look_at_logits(entry: Entry, grad: Tensor) -> None:
     """See from the gradient of the logits whether the loss is a cross-entropy, and a mean over more than samples.
 
-    A cross-entropy divided by d gives each of its tokens a row ``(p − y) / d``: it sums up to 0, and its positive part
-    to at most 1 / d, so that the positive parts of all rows of a mean sum up to at most 1.
+    A cross-entropy divided by d gives each of its positions a vector ``(p − y) / d``: it sums up to 0, and its positive
+    part to at most 1 / d, so that the positive parts of all vectors of a mean sum up to at most 1. Classes are last, or
+    in the second dimension as torch's own losses have them.
     """
     if grad.is_sparse or graph_is_being_captured() or transforms_are_active():
         return
-    rows = grad.detach().flatten(0, -2).float()
-    is_of_softmax = rows.sum(-1).abs().max() < 0.01 * rows.abs().max()
-    is_mean = rows.clamp(min=0).sum() < 1.01
-    counts_tokens = (rows != 0).any(-1).sum() > entry.samples
-    entry.has_mean_over_tokens = bool(is_of_softmax & is_mean & counts_tokens)
+    for vectors in (grad.detach().float(), grad.detach().float().movedim(1, -1)):
+        is_of_softmax = vectors.sum(-1).abs().max() < 0.01 * vectors.abs().max()
+        is_mean = vectors.clamp(min=0).sum() < 1.01
+        counts_positions = (vectors != 0).any(-1).sum() > entry.samples
+        entry.has_mean_over_positions |= bool(is_of_softmax & is_mean & counts_positions)
 
 
 def _is_data(inputs: Tensor, entry: Entry) -> bool:

@@ -25,8 +25,7 @@ class Entry:
         builds_graph: whether the call builds autograd's graph.
         nodes: weak references to a few of the graph's nodes that came about in it.
         input_shape: of the first tensor that entered; None where a layer was called by itself or it has none.
-        takes_integers: whether that holds integers, as tokens are.
-        has_mean_over_tokens: whether the gradient of the outputs is that of one, as far as was looked.
+        has_mean_over_positions: whether the gradient of the outputs is that of one, as far as was looked.
         output_shape: of the first tensor that came out, once it has.
         loss_divisors: what the calls of a criterion since then divided by, where one is watched.
     """
@@ -38,8 +37,7 @@ class Entry:
     builds_graph: bool = field(default_factory=torch.is_grad_enabled)
     nodes: "list[weakref.ref[Any]]" = field(default_factory=list)
     input_shape: tuple[int, ...] | None = None
-    takes_integers: bool = False
-    has_mean_over_tokens: bool = False
+    has_mean_over_positions: bool = False
     output_shape: tuple[int, ...] | None = None
     loss_divisors: list[SupportsFloat] = field(default_factory=list)
 

@@ -152,7 +152,7 @@ class Consequentialism:
         capture = self._capture = Capture(
             inner, layers.selection.corrected, wants=groups.owns, listener=corrector, before_entry=self._before_entry
         )
-        capture.entries.looks_at_tokens = loss_reduction == "mean"
+        capture.entries.looks_at_positions = loss_reduction == "mean"
         loss = self._loss = LossDivisor(loss_reduction, capture.entries)
         rewriter = self._rewriter = Rewriter(
             capture, at_step, groups, reports, averages, foresight=foresight, bound=bound

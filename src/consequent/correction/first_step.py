@@ -25,7 +25,7 @@ class FirstStep:
         capture, reports = self._parts.capture, self._parts.reports
         if self._parts.groups.optimizers:
             self._warn_of_halves()
-        capture.entries.looks_at_tokens = False
+        capture.entries.looks_at_positions = False
         if self._parts.loss.reduction == "mean":
             reports.samples_in_doubt(doubt_about_samples(passes, capture.model))
 

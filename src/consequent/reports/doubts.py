@@ -35,10 +35,10 @@ def _doubt(entry: Entry) -> str | None:
     )
     if outputs[0] != entry.samples == inputs[0]:  # otherwise a layer knew better than the leading dimension
         return f"{counted}; but the outputs have shape {list(outputs)}. {_REMEDY}"
-    if entry.has_mean_over_tokens:
+    if entry.has_mean_over_positions:
         return (
-            f"{counted}; but it is one over the tokens of the outputs {list(outputs)}, by its gradient: say "
-            'loss_reduction="tokens", or loss_reduction=criterion, the loss module that you call, where some targets '
-            "are ignored"
+            f"{counted}; but it is one over all positions (tokens, time steps, pixels) of the outputs {list(outputs)}, "
+            "by its gradient, and steps are that much too short: say loss_reduction=criterion, the loss module that "
+            'you call, or loss_reduction="tokens" where classes are last and no targets are ignored'
         )
     return None
