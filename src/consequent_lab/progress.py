@@ -84,7 +84,7 @@ class RunLine(Watcher):
 
     def read(self, line: dict[str, Any]) -> None:
         """A line of metrics was written; it is shown with the next refresh."""
-        self._training = _shown(line, "running", "train") or self._training
+        self._training = _shown(line, "train", "running") or self._training
         self._test = _shown(line, "test", "validation") or self._test
 
     def ended(self, outcome: dict[str, Any], skipped: bool) -> None:
@@ -128,7 +128,8 @@ def _shown(line: dict[str, Any], *kinds: str) -> str:
     loss, accuracy = line.get(f"{kind}_loss"), line.get(f"{kind}_accuracy")
     if kind in ("test", "validation"):
         return f"{kind} {100 * accuracy:.2f} %" if accuracy is not None else f"{kind} loss {loss:.3g}"
-    return f"loss {loss:.3g}" + (f", accuracy {100 * accuracy:.2f} %" if accuracy is not None else "")
+    what = "training" if kind == "train" else "mini-batches:"  # those of the epoch so far, while weights changed
+    return f"{what} loss {loss:.3g}" + (f", accuracy {100 * accuracy:.2f} %" if accuracy is not None else "")
 
 
 def _joined(*parts: str) -> str:

@@ -71,6 +71,7 @@ class Race:
         if not names:
             states = states_in(self.output, self.trials, self.seeds)
             if stage != "table":
+                screen.print(f"Results in {self.output.resolve()}:", soft_wrap=True)
                 for results, state in states:
                     screen.print(f"{results.task.name:26} {state}", soft_wrap=True)
                 return

@@ -103,7 +103,8 @@ def rows(results: Results) -> list[Row]:
         if ways:
             cells.append(" / ".join(f"{times[way]['median']:.3g}" if way in times else "–" for way in ways))
         scores = [results.task.measure.score(unpacked(line["curve"]), line["steps"]) for line in finals]
-        row = Row(name, f"{settings_of(results, name)} ({len(finals)} seeds)", tuple(cells))
+        seeds = "1 seed" if len(finals) == 1 else f"{len(finals)} seeds"
+        row = Row(name, f"{settings_of(results, name)} ({seeds})", tuple(cells))
         found.append((statistics.median_high(scores), row))
     return [row for _, row in sorted(found, key=lambda ranked: ranked[0])]
 
@@ -145,9 +146,14 @@ def caption(results: Results) -> str:
     if any("*" in row.settings for row in rows(results)):
         sentences.append("A star: at the end of the range that was searched.")
     missing = [name for name in results.task.contestants if not results.finals(name)]
-    begun = [f"{name} ({len(results.trials(name))} trials)" for name in missing if results.trials(name)]
-    if begun:
-        sentences.append(f"Searches that were not finished: {', '.join(begun)}.")
+    begun = {name: len(results.trials(name)) for name in missing if results.trials(name)}
+    unfinished = [f"{name} ({number} trials)" for name, number in begun.items() if number < trials]
+    if unfinished:
+        sentences.append(f"Searches that were not finished: {', '.join(unfinished)}.")
+    if len(begun) > len(unfinished):
+        sentences.append(
+            f"Searched, without finals: {', '.join(n for n, number in begun.items() if number == trials)}."
+        )
     absent = [name for name in missing if not results.trials(name)]
     if absent:
         sentences.append(f"Not run: {', '.join(absent)}.")
