@@ -28,15 +28,15 @@ def test_what_was_rehearsed_is_not_compiled_again():
 
 
 @pytest.mark.parametrize(
-    ("capability", "networks"),
+    "arguments",
     [
-        ("90", []),
-        pytest.param("80", ["more"], marks=pytest.mark.slow),
-        pytest.param("90", ["more"], marks=pytest.mark.slow),
+        pytest.param(["90"], id="sm_90"),
+        pytest.param(["90", "more"], id="sm_90, more shapes", marks=pytest.mark.slow),
+        pytest.param(["80", "more"], id="sm_80, more shapes", marks=pytest.mark.slow),
     ],
 )
-def test_every_kernel_compiles_as_it_is_launched(capability, networks):
-    found = json.loads(printed_by("compile_kernels.py", capability, *networks))
+def test_every_kernel_compiles_as_it_is_launched(arguments):
+    found = json.loads(printed_by("compile_kernels.py", *arguments))
     assert found["made_later"] == ["table.py"], "a kernel that is made at run time is not seen here: let it be compiled"
     made_later = {name for name in found["compiled"] if name.startswith("table.write_")}
     assert made_later
