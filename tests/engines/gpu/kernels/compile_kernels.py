@@ -1,103 +1,122 @@
-"""Compiles every kernel for real GPUs, without one: what Triton's interpreter takes, its compiler need not take.
+"""Trains networks on a GPU that is not here, so that every kernel is compiled as the library launches it.
 
-A script of its own, since Triton decides when it is imported whether to interpret. Prints what it has compiled.
+What Triton's interpreter takes, its compiler need not take. A script of its own, see :mod:`no_gpu`. Prints as JSON
+which kernels there are, in which files some are made at run time, and how often each was compiled.
+
+    python compile_kernels.py CAPABILITY [more]
 """
 
+import json
+import re
 import sys
+import tempfile
+import warnings
+from collections import Counter
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
 
+import no_gpu
 import torch
 import triton
-from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from torch import nn
 
-from consequent.engines.gpu.kernels import counting, dense, factor, features, lags, moment, padded_rows, table
+import consequent
+from consequent.engines.gpu.kernels import launch as launching
 
-TYPES = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
+
+def dense(inputs, hidden, outputs):
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
+
+
+def convolutional(*channels, strided=8):
+    """Convolutions that keep the image's size, and a last one that does not."""
+    kept = [nn.Conv2d(before, after, 3, 1, 1) for before, after in pairwise(channels)]
+    return nn.Sequential(*kept, nn.Conv2d(channels[-1], strided, 3, 2, 1))
+
+
+CHANNELS_LAST = {"memory_format": torch.channels_last}
+
+# What is trained, the shape of its inputs, and what else is special. These launch every kernel.
+NETWORKS = {
+    "20 rows": (lambda: dense(97, 65, 41), (20, 97), {}),
+    "100 rows": (lambda: dense(200, 160, 140), (100, 200), {}),
+    "200 rows": (lambda: dense(300, 260, 10), (200, 300), {}),
+    "features": (lambda: dense(60, 50, 40), (500, 60), {}),
+    "large features": (lambda: nn.Linear(600, 800), (640, 600), {}),
+    "16 channels": (lambda: convolutional(3, 16, 16), (16, 3, 16, 16), CHANNELS_LAST),
+    "32 channels": (lambda: convolutional(32, 32), (64, 32, 8, 8), CHANNELS_LAST),
+}
+
+# The dense kernel is another one for up to 16, 32, 64 and 128 rows, and where four floats are moved at a time; those of
+# convolutions are others for other numbers of channels, types, and orders in memory.
+MORE_NETWORKS = {
+    "8 rows": (lambda: dense(96, 64, 40), (8, 96), {}),
+    "64 rows": (lambda: dense(96, 68, 40), (64, 96), {}),
+    "64 rows, not by four": (lambda: dense(97, 67, 41), (64, 97), {}),
+    "1100 rows": (lambda: nn.Linear(1200, 10), (1100, 1200), {}),
+    "wide features": (lambda: nn.Linear(250, 4200), (300, 250), {}),
+    "4096 rows": (lambda: dense(20, 140, 10), (4096, 20), {}),
+    "64 channels": (lambda: convolutional(64, 64), (64, 64, 8, 8), CHANNELS_LAST),
+    "channels first": (lambda: convolutional(3, 16, 32), (64, 3, 16, 16), {}),
+    "bfloat16": (lambda: convolutional(4, 16), (64, 4, 8, 8), CHANNELS_LAST | {"dtype": torch.bfloat16}),
+    "float16": (lambda: convolutional(4, 16), (64, 4, 8, 8), {"dtype": torch.float16}),
+    "few positions": (lambda: convolutional(4, 4), (5, 4, 7, 7), {}),
 }
 
 
-def compile_instead(capability):
-    """Takes the place of `launch`: the kernel is compiled for these arguments, and nothing runs."""
-
-    def compiled(kernel, grid, arguments, constants=(), **options):
-        source = source_of(kernel, arguments, constants)
-        binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        assert "cubin" in binary.asm
-        print(f"sm_{capability} {kernel.fn.__name__}", flush=True)
-
-    return compiled
-
-
-def source_of(kernel, arguments, constants):
-    """What Triton compiles for these arguments: it makes use of ones, and of multiples of 16."""
-    types = [kernel.params[place].annotation_type or kind_of(one) for place, one in enumerate(arguments)]
-    known = {(len(arguments) + place,): value for place, value in enumerate(constants)}
-    attributes = {}
-    for place, argument in enumerate(arguments):
-        parameter = kernel.params[place]
-        if isinstance(argument, float) or parameter.do_not_specialize:
-            continue
-        if isinstance(argument, int) and argument == 1:
-            types[place], known[place,] = "constexpr", 1
-        elif parameter.do_not_specialize_on_alignment:
-            continue
-        elif (argument.data_ptr() if isinstance(argument, Tensor) else argument) % 16 == 0:
-            attributes[place,] = [["tt.divisibility", 16]]
-    signature = dict(zip(kernel.arg_names, types + ["constexpr"] * len(constants), strict=True))
-    return ASTSource(kernel, signature, known, attributes)
+def train(make_model, shape, at, *, dtype=torch.float32, memory_format=torch.preserve_format):
+    """Three steps, the last one as in a CUDA graph."""
+    model = make_model().to(dtype=dtype, memory_format=memory_format)
+    inputs = torch.rand(shape).to(dtype=dtype, memory_format=memory_format)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    correction = consequent.attach(optimizer, model, at=at)
+    for is_captured in (False, False, True):
+        torch.cuda.is_current_stream_capturing = lambda is_captured=is_captured: is_captured
+        model(inputs).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.is_current_stream_capturing = lambda: False
+    correction.detach()
 
 
-def kind_of(argument):
-    if isinstance(argument, Tensor):
-        return TYPES[argument.dtype]
-    return "fp32" if isinstance(argument, float) else "i32" if -(2**31) <= argument < 2**31 else "i64"
+def modules_with_kernels():
+    """All files of the library that have any, imported."""
+    root = Path(consequent.__file__).parent
+    files = sorted(file for file in root.rglob("*.py") if "triton.jit" in file.read_text(encoding="utf-8"))
+    return {
+        file: import_module(".".join(["consequent", *file.relative_to(root).with_suffix("").parts])) for file in files
+    }
 
 
-def launch_all():
-    for rows in (20, 40, 100):
-        layers = [
-            dense.DenseLayer(
-                torch.ones(rows, 48), torch.ones(rows, 40), torch.ones(40, 48), torch.ones(40), 0.1, False, 1.0, 1e-4
-            )
-        ]
-        step = dense.DenseStep(layers, torch.zeros(2, dtype=torch.int32))
-        step.factorise()
-        step.solve()
-        step.look()
-        step.write(torch.zeros(6, dtype=torch.int64))
-    for outputs, size in ((16, 145), (4200, 250), (1100, 1000)):
-        layer = features.FeatureLayer(
-            torch.ones(outputs, size - 1), torch.ones(outputs), torch.ones(1, size, size), torch.ones(1, 4), 1.0
-        )
-        prepared = features.prepare_features([layer], torch.zeros(1, dtype=torch.int32))
-        features.write_features(prepared, torch.zeros(6, dtype=torch.int64))
-    for members in (1, 11):
-        factor.factor_by(factor.Team(members), torch.ones(2, 145, 145), 0.1)
-        factor.factor_by(factor.Team(members), torch.ones(2, 145, 145), 0.1, of_trace=True)
-    for channels in (16, 32, 64):
-        images = torch.ones(4, channels, 8, 8).contiguous(memory_format=torch.channels_last)
-        lags.lag_moments([images, images], ones=True)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        moment.patch_moment(torch.ones(4, 16, 8, 8, dtype=dtype), (3, 3), (2, 2), (1, 1), (1, 1), ones=True)
-    for rounded in (False, True):
-        padded_rows.padded_rows([torch.ones(200, 300)] * 2, ones=True, rounded=rounded)
-    counting.count_factors(torch.ones(2, 4), torch.zeros(6, dtype=torch.int64))
+def entry_points(modules):
+    """The kernels that are launched: those that no other one calls."""
+    found = {one for module in modules for one in vars(module).values() if isinstance(one, triton.JITFunction)}
+    called = {id(one.fn.__globals__.get(name)) for one in found for name in one.fn.__code__.co_names}
+    return sorted(name_of(one) for one in found if id(one) not in called)
 
 
-def main():
-    for capability in map(int, sys.argv[1:]):
-        lags.INTERPRETED_PART = lags.PART
-        for module in (counting, dense, features, factor, lags, moment, padded_rows):
-            module.launch = compile_instead(capability)
-        launch_all()
-        compile_instead(capability)(table._writer(96), (1,), (torch.ones(1, dtype=torch.int64), 0, *range(96)))
+def name_of(kernel):
+    return f"{kernel.fn.__module__.rsplit('.', 1)[-1]}.{kernel.fn.__name__}"
+
+
+def main(capability, more=""):
+    warnings.simplefilter("ignore")  # what comes out of steps is no number
+    no_gpu.pretend(int(capability))
+    launching.rehearse = lambda work: None  # what is compiled is compiled for a launch
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # sums over many rows are rounded then
+    compiled = []
+    triton.knobs.compilation.listener = lambda *, src, **_: compiled.append(name_of(src.fn))
+    with tempfile.TemporaryDirectory() as folder:
+        triton.knobs.cache.dir = folder
+        for make_model, shape, special in (NETWORKS | (MORE_NETWORKS if more else {})).values():
+            for at in ("step", "backward"):
+                train(make_model, shape, at, **special)
+    modules = modules_with_kernels()
+    made_later = [file.name for file in modules if re.search(r"(?<!@)triton\.jit\(", file.read_text(encoding="utf-8"))]
+    found = {"kernels": entry_points(modules.values()), "made_later": made_later, "compiled": Counter(compiled)}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
