@@ -150,10 +150,9 @@ def caption(results: Results) -> str:
     unfinished = [f"{name} ({number} trials)" for name, number in begun.items() if number < trials]
     if unfinished:
         sentences.append(f"Searches that were not finished: {', '.join(unfinished)}.")
-    if len(begun) > len(unfinished):
-        sentences.append(
-            f"Searched, without finals: {', '.join(n for n, number in begun.items() if number == trials)}."
-        )
+    without_finals = [name for name, number in begun.items() if number == trials]
+    if without_finals:
+        sentences.append(f"Searched, without finals: {', '.join(without_finals)}.")
     absent = [name for name in missing if not results.trials(name)]
     if absent:
         sentences.append(f"Not run: {', '.join(absent)}.")

@@ -56,7 +56,7 @@ def launch(
     under_way = _being_compiled.pop(place, None)
     if under_way is not None:
         under_way.exception()  # waits; what went wrong does so again in the next line
-    _compiled[place] = kernel[grid](*arguments, *constants, **options)
+    _compiled[place] = _parsed(kernel, lambda: kernel[grid](*arguments, *constants, **options))
 
 
 def rehearse(work: Callable[[], object]) -> None:
@@ -79,7 +79,7 @@ def _compile_aside(
     device = arguments[0].device
     # Keys of Triton's cache depend on the order in which functions are first asked for them: so that is not left to
     # the threads. (The interpreter has none.)
-    getattr(kernel, "cache_key", None)
+    _parsed(kernel, lambda: getattr(kernel, "cache_key", None))
     # Their types stand for tensors that are aligned, as far as Triton looks: memory is not held on to.
     stand_ins = [one.dtype if isinstance(one, Tensor) and one.data_ptr() % 16 == 0 else one for one in arguments]
 
@@ -88,6 +88,36 @@ def _compile_aside(
             return kernel.warmup(*stand_ins, *constants, grid=(1,), **options)
 
     _being_compiled[place] = _threads().submit(compiled)
+
+
+def _parsed(kernel: Any, work: Callable[[], Any]) -> Any:
+    """What comes of work that reads the kernel's source.
+
+    Python's parser may fail while other threads parse (python/cpython#106905): it is then tried again without them.
+    Triton is left with keys that it had only begun to make, and would take them for whole.
+    """
+    try:
+        return work()
+    except SystemError:
+        for under_way in list(_being_compiled.values()):
+            under_way.exception()
+        for function in _functions_of(kernel):
+            if str(getattr(function, "hash", "")).startswith("recursion:"):
+                function.hash = None
+        return work()
+
+
+def _functions_of(kernel: Any) -> list[Any]:
+    """The kernel, and all that it may call."""
+    found, waiting = [], [kernel]
+    while waiting:
+        function = waiting.pop()
+        if function in found:
+            continue
+        found.append(function)
+        names = getattr(getattr(function, "fn", None), "__globals__", {})
+        waiting += [one for one in names.values() if isinstance(one, type(kernel))]
+    return found
 
 
 @cache
