@@ -11,7 +11,19 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from consequent.engines.gpu.kernels import counting, dense, factor, features, lags, moment, padded_rows, table
+from consequent.engines.gpu.kernels import (
+    counting,
+    dense,
+    factor,
+    features,
+    lag_products,
+    lag_sums,
+    lag_turn,
+    lags,
+    moment,
+    padded_rows,
+    table,
+)
 
 TYPES = {
     torch.float32: "*fp32",
@@ -92,8 +104,9 @@ def launch_all():
 
 def main():
     for capability in map(int, sys.argv[1:]):
-        lags.INTERPRETED_PART = lags.PART
-        for module in (counting, dense, features, factor, lags, moment, padded_rows):
+        lag_sums.INTERPRETED_PART = lag_sums.PART
+        lag_steps = (lag_turn, lag_products, lag_sums)
+        for module in (counting, dense, features, factor, *lag_steps, moment, padded_rows):
             module.launch = compile_instead(capability)
         launch_all()
         compile_instead(capability)(table._writer(96), (1,), (torch.ones(1, dtype=torch.int64), 0, *range(96)))

@@ -12,7 +12,16 @@ from compile_kernels import source_of
 
 import consequent
 from consequent.engines.gpu import compiled_ahead, kernels
-from consequent.engines.gpu.kernels import dense, factor, features, lags, moment, padded_rows
+from consequent.engines.gpu.kernels import (
+    dense,
+    factor,
+    features,
+    lag_products,
+    lag_sums,
+    lag_turn,
+    moment,
+    padded_rows,
+)
 from consequent_lab.models import mlp, resnet20
 
 NETWORKS = {
@@ -32,7 +41,7 @@ def count(make_model, shape, memory_format):
         specialised = (*source.signature.items(), *source.constants.items(), *source.attrs, *options.items())
         seen[str((kernel.fn.__name__, *specialised))] = kernel.fn.__name__
 
-    for module in (dense, features, factor, lags, moment, padded_rows):
+    for module in (dense, features, factor, lag_turn, lag_products, lag_sums, moment, padded_rows):
         module.launch = launch
     model, inputs = make_model(), torch.zeros(shape)
     if memory_format is not None:
@@ -47,7 +56,7 @@ def count(make_model, shape, memory_format):
 def main():
     kernels.run_on = lambda device: True
     factor.plan_team = lambda matrices: factor.Team(2)
-    lags.INTERPRETED_PART = lags.PART
+    lag_sums.INTERPRETED_PART = lag_sums.PART
     print(json.dumps({name: count(*network) for name, network in NETWORKS.items()}))
 
 
