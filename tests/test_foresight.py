@@ -49,7 +49,7 @@ def test_off_is_an_error_and_keeps_no_rows():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     correction = consequent.attach(optimizer, model)
     half_squares(model(torch.randn(8, 3, dtype=torch.float64))).backward()
-    records = correction._at_step.records
+    records = correction._parts.corrector.records
     for layer in (model[0], model[2]):  # more samples than features: the second moment is all that is kept
         assert isinstance(records[layer.weight].statistic, Moment)
         (use,) = records[layer.weight].uses

@@ -165,7 +165,7 @@ def test_a_step_that_waits_for_nothing(way, monkeypatch):
             optimizer.step()  # looks at every layer
     before = correction.counters
     if way == "fused":
-        for record in correction._at_step.filled_records():
+        for record in correction._parts.corrector.filled_records():
             if record.statistic.factor is None:
                 factor = Damping(1e-7), factorise(record.statistic.matrix, 1e-7, KERNEL)
                 record.statistic = replace(record.statistic, factor=factor)

@@ -181,7 +181,7 @@ class Reference:
 
     def __init__(self, net, mode, damping, loss_reduction, averaging=(0.0, 1)):
         """The damping is λ, or a pair ("relative", ρ); the averaging is β and T."""
-        self.rounded = 1e-9 if next(net.model.parameters()).dtype == torch.float64 else 1e-2
+        self.rounded = 1e-4 if next(net.model.parameters()).dtype == torch.float64 else 1e-2
         self.model = copy.deepcopy(net.model).double()
         self.dtype = torch.float64
         self.mode, self.damping, self.loss_reduction = mode, damping, loss_reduction

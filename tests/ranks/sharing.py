@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 
 from consequent.engines import step as rewrite
-from consequent.ranks import exchange
+from consequent.ranks import exchange, plans
 from consequent.ranks.factor_exchange import FactorExchange
 from consequent.ranks.ownership import Division, balanced
 
@@ -45,7 +45,7 @@ def shared(function, *args, busy=False):
                 super().finish()
 
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(exchange, "divided", everything_shared))
+        patches.enter_context(mock.patch.object(plans, "divided", everything_shared))
         patches.enter_context(mock.patch.object(exchange, "FactorExchange", Watched))
         if busy:
             patches.enter_context(mock.patch.object(rewrite, "answers_at_once", return_value=False))

@@ -121,7 +121,7 @@ def test_between_refreshes_nothing_is_computed_of_the_inputs(monkeypatch):
         counted.clear()
         optimizer.zero_grad()
         loss_of(model(x)).backward()
-        kept = [use.inputs for record in correction._at_step.records.values() for use in record.uses]
+        kept = [use.inputs for record in correction._parts.corrector.records.values() for use in record.uses]
         assert all(inputs is None for inputs in kept) == (len(x) >= 3)  # fewer rows are kept as they are
         optimizer.step()
         assert bool(counted) == (step % 4 == 0)

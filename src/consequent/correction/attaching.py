@@ -73,24 +73,9 @@ def attach(
         True
         >>> correction.detach()  # and it is plain SGD again
     """
-    checked_optimizers(optimizer)
-    correction = Consequentialism(
-        model,
-        damping,
-        relative_damping=relative_damping,
-        loss_reduction=loss_reduction,
-        include=include,
-        exclude=exclude,
-        averaging=averaging,
-        refresh=refresh,
-        largest_block=largest_block,
-        bound=bound,
-        check=check,
-        foresight=foresight,
-        process_group=process_group,
-        across_ranks=across_ranks,
-        at=at,
-    )
+    options = locals()
+    checked_optimizers(options.pop("optimizer"))
+    correction = Consequentialism(**options)
     try:
         correction.attach(optimizer)
     except BaseException:

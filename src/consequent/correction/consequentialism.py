@@ -139,7 +139,7 @@ class Consequentialism:
         groups = self._groups = Groups(model, default, largest_block)
         reports = self._reports = Reports(check=check, numbers=self._numbers_of_step)
         layers = self._layers = Layers(inner, self.include, self.exclude)
-        at_step = self._at_step = StepCorrector(
+        at_step = StepCorrector(
             groups.damping_of, averages, self._largest_block_at_step, groups.are_apart, keep_rows=foresight
         )
         corrector: Corrector = at_step

@@ -67,7 +67,7 @@ def test_weights_that_stand_in_for_others_do_not_gather():
         weights = {"0.weight": model[0].weight.detach() * 2, "2.weight": model[2].weight.detach() * 2}
         functional_call(model, weights, torch.randn(4, 5, dtype=torch.float64)).square().mean().backward()
         correction.step()
-    assert len(correction._at_step.records) <= 2
+    assert len(correction._parts.corrector.records) <= 2
 
 
 @pytest.mark.parametrize("conv", [True, False])

@@ -244,7 +244,7 @@ def test_conv1d_on_a_device_that_is_not_waited_for(edited):
         layer(inputs).square().sum().backward()
         if edited:
             layer.weight.grad.clamp_(-0.1, 0.1)
-        (record,) = correction._at_step.filled_records()
+        (record,) = correction._parts.corrector.filled_records()
         (solution,) = Unwatched().solve([Work(record, Damping(0.1), may_wait=False, scale=1.0)])
         assert bool(solution.edited) == edited
         solution.write(torch.tensor(True))

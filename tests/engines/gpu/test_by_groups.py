@@ -42,7 +42,7 @@ def passed(model, damping, x):
     name = "relative_damping" if damping.relative else "damping"
     correction = consequent.attach(optimizer, model, **{name: damping.value})
     model(x).square().mean().backward()
-    records = correction._at_step.filled_records()
+    records = correction._parts.corrector.filled_records()
     return optimizer, correction, records
 
 

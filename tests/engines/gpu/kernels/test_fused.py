@@ -60,7 +60,7 @@ def corrected_together(model, damping, *, change=None, bad=None, keeps_moment=Tr
     if change is not None:
         change(model)
     fused = FusedStep(model[0].weight.device)
-    records = correction._at_step.filled_records()
+    records = correction._parts.corrector.filled_records()
     for record in records:
         moment = record.statistic
         if isinstance(moment, Moment):
@@ -130,7 +130,7 @@ def test_what_kernels_do_not_take():
     model = network()
     optimizer, correction = attached(model, damping=0.1)
     backward(model, optimizer)
-    conv, first, *_ = sorted(correction._at_step.filled_records(), key=lambda record: -record.weight.ndim)
+    conv, first, *_ = sorted(correction._parts.corrector.filled_records(), key=lambda record: -record.weight.ndim)
     fused = FusedStep(model[0].weight.device)
     assert not fused.take(Work(first, Damping(0.0), may_wait=False, scale=8.0))  # the pseudo-inverse
     factor = Damping(0.3), InverseFactor(torch.eye(19, device=DEVICE)[None], torch.ones(1, 4, device=DEVICE))
@@ -153,6 +153,6 @@ def test_a_weight_that_lies_the_other_way_round_is_left_to_the_plain_path():
         model(torch.randn(8, 40, device=DEVICE)).square().mean().backward()
         if step == 0:
             optimizer.step()  # looks at every layer
-    (record,) = correction._at_step.filled_records()
+    (record,) = correction._parts.corrector.filled_records()
 
     assert not FusedStep(DEVICE).take(Work(record, Damping(0.01), may_wait=False, scale=8.0))

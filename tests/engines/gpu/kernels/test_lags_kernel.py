@@ -7,7 +7,8 @@ from torch import nn
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from consequent.engines.gpu.kernels import lags
+from consequent.engines.gpu.kernels.lag_jobs import cut_up
+from consequent.engines.gpu.kernels.lag_turn import turn_around
 from consequent.engines.gpu.kernels.lags import lag_moments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,8 +72,8 @@ def test_views_with_any_strides():
 
 def test_more_layers_than_one_launch_turns_around():
     inputs = [images((3, 2, 3, 4), False, seed=seed) for seed in range(9)]
-    cut = lags._cut(inputs[0].shape, 9, True, inputs[0].device)
-    turned, sums = lags._turn(inputs, cut, True)
+    cut = cut_up(inputs[0].shape, 9, True, inputs[0].device)
+    turned, sums = turn_around(inputs, cut, True)
     expected = torch.stack([rounded(x.cpu()).permute(2, 3, 1, 0) for x in inputs])
     turned = turned.cpu().double().view(*expected.shape[:-1], cut.images)
     assert torch.equal(turned[..., :3], expected)
