@@ -98,7 +98,7 @@ def _by_the_first(method: Callable[..., Value]) -> Callable[..., Value]:
 
     @wraps(method)
     def done(self: "RankGroupFolder", *arguments: Any) -> Value:
-        value = method(self, *arguments) if self.ranks.is_first else None
+        value = getattr(RunFolder, method.__name__)(self, *arguments) if self.ranks.is_first else None
         return cast(Value, self.ranks.told(value))
 
     return done
