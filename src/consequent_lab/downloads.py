@@ -138,7 +138,10 @@ def unpack(archive: Path, inner: str, place: Path, wanted: list[str]) -> None:
     """Unpacks the files that are wanted from a folder in the archive; each appears when it is complete."""
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place, prefix=".unpacking-") as scratch:
-        with tarfile.open(archive, "r:gz") as members:
-            members.extractall(scratch, filter="data")
-        for file in wanted:
-            (Path(scratch) / inner / file).replace(place / file)
+        try:
+            with tarfile.open(archive, "r:gz") as members:
+                members.extractall(scratch, filter="data")
+            for file in wanted:
+                (Path(scratch) / inner / file).replace(place / file)
+        except (tarfile.TarError, FileNotFoundError) as error:
+            raise DownloadError(f"{archive} is not the archive that it should be: {error}") from error

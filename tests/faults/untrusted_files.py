@@ -90,7 +90,7 @@ def _names_with_markup(folder: Path) -> Trial:
             series = Series(evil, {"iteration": [1.0, 2.0], "loss": [1.0, 0.5]})
             panel = Panel(evil, [series], [Axis("iteration", evil)], [Axis("loss", evil)])
             statement = Statement(evil, "toy", evil, evil, (True,), circumstances=evil, remark=evil)
-            finding = Finding(evil, evil, evil, [evil], [Figure("name", evil, evil, [panel])], [statement])
+            finding = Finding("name", evil, evil, [Figure("name", evil, evil, [panel])], [statement])
             text = page([finding])
             require(evil not in text, "it is in the page as it is")
     return trial
