@@ -27,11 +27,10 @@ PERCEPTRONS = {batch: Results.of(TASKS[f"mlp-cifar10-b{batch}"], RACE.output) fo
 MLP, CHINA = PERCEPTRONS[32], Results.of(TASKS["siren-128-china"], RACE.output)
 C_VERSIONS = ("C-SGD", "C-Adam", "C-Nesterov")
 FIRST_ON_TABLES = {
-    "diabetes": "C-Nesterov",
-    "breast-cancer": "SOAP",
-    "wine": "C-AdamW",
+    "diabetes": "C-SGD",
+    "breast-cancer": "C-AdamW",
+    "wine": "Shampoo",
     "digits": "C-Nesterov",
-    "robot-arm": "C-Nesterov",
 }
 NUMBERS = {"twelve": 12, "thirteen": 13, "fourteen": 14, "fifteen": 15}
 
@@ -170,14 +169,14 @@ def test_pairs_of_tables_are_those_in_the_results():
         for other, cell in zip(others, cells, strict=True):
             pairs = losses[ours].keys() & losses[other].keys()
             assert cell == f"{sum(losses[ours][pair] < losses[other][pair] for pair in pairs)} of {len(pairs)}"
-    assert f"is ahead in {table[2].split('|')[2].split()[0]} of 25 pairs" in TEXT
-    for name in ("diabetes", "breast-cancer", "wine", "digits", "robot-arm"):
+    assert f"in {table[2].split('|')[2].split()[0]} of 20 pairs" in TEXT
+    for name in FIRST_ON_TABLES:
         medians = {
             contestant: statistics.median(loss for (task, _), loss in found.items() if task == f"table-{name}")
             for contestant, found in losses.items()
             if any(task == f"table-{name}" for task, _ in found)
         }
-        assert medians["C-AdamW"] < medians["AdamW"]
+        assert (medians["C-AdamW"] < medians["AdamW"]) == (name in ("breast-cancer", "digits"))
         assert min(medians, key=medians.get) == FIRST_ON_TABLES[name]
 
 
