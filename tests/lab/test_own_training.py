@@ -242,6 +242,15 @@ class Interrupter(Watcher):
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals are for the main thread")
+@pytest.fixture
+def _interruptible():
+    """As in a terminal: a shell's background jobs ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_ctrl_c_leaves_a_checkpoint_of_that_very_step(tmp_path):
     folder, config = RunFolder(tmp_path / "run"), replace(OWN, checkpoint_every=1000)
     with pytest.raises(KeyboardInterrupt):
