@@ -241,7 +241,6 @@ class Interrupter(Watcher):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals are for the main thread")
 @pytest.fixture
 def _interruptible():
     """As in a terminal: a shell's background jobs ignore Ctrl-C."""
@@ -250,6 +249,7 @@ def _interruptible():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals are for the main thread")
 @pytest.mark.usefixtures("_interruptible")
 def test_ctrl_c_leaves_a_checkpoint_of_that_very_step(tmp_path):
     folder, config = RunFolder(tmp_path / "run"), replace(OWN, checkpoint_every=1000)
