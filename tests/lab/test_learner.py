@@ -40,7 +40,7 @@ def test_a_race_and_a_run_in_a_folder_learn_the_same(tmp_path, name):
         evaluations=1,
     )
     settings = {"lr": config.lr} | ({"relative_damping": 0.3} if config.consequentialist else {})
-    curve, _ = curve_of(task, contestant_named(name), settings, task.load(None, 0), 3, 90, False, lambda curve: False)
+    curve, _ = curve_of(task, contestant_named(name), settings, {3: task.load(None, 0)}, 90, False, lambda curve: False)
     last = run(config, tmp_path / "run").metrics()[-1]
     assert curve[-1]["iteration"] == last["iteration"] == 90
     for metric in ("train_loss", "train_accuracy", "test_loss", "test_accuracy"):

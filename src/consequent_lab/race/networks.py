@@ -1,12 +1,13 @@
-"""Networks over coordinates: SIREN, and ReLU behind Fourier features."""
+"""Networks of the race: over coordinates (SIREN, ReLU behind Fourier features), and residual ones."""
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-from consequent_lab.models import mlp
+from consequent_lab.models import BasicBlock, mlp, residual_net
 
 FREQUENCY = 30.0  # ω₀ in SIREN
 
@@ -47,3 +48,31 @@ class FourierFeatures(nn.Module):
 def fourier(inputs: int, hidden: tuple[int, ...], outputs: int) -> nn.Sequential:
     """Returns a ReLU network on as many Fourier features as its first hidden layer is wide."""
     return nn.Sequential(FourierFeatures(inputs, hidden[0] // 2), *mlp(hidden[0], hidden, outputs))
+
+
+def residual(widths: Sequence[int], blocks: int, batch_norm: bool) -> nn.Sequential:
+    """Returns a residual network for small images; without BatchNorm its blocks nearly begin as their shortcuts.
+
+    The last convolution of a block then begins with a tenth of the usual weights. With zeros, as is common, the
+    channels that a block adds would be dead: its shortcut has zeros there, too, and a ReLU at zero lets no gradient
+    through.
+    """
+    model = residual_net(widths, blocks, batch_norm=batch_norm)
+    for block in model.modules():
+        if isinstance(block, BasicBlock) and not batch_norm:
+            block.second.weight.data.mul_(0.1)  # type: ignore[operator]
+    return model
+
+
+class InBfloat16(nn.Module):
+    """A network whose products are computed in bfloat16 on a GPU, as such networks are trained; outputs are float32."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Returns the outputs in float32."""
+        with torch.autocast("cuda", torch.bfloat16, enabled=inputs.is_cuda):
+            outputs: Tensor = self.network(inputs)
+        return outputs.float()

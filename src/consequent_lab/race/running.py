@@ -11,7 +11,7 @@ from consequent_lab.pool import Report
 from consequent_lab.race.contestants import Contestant, Settings, contestant_named
 from consequent_lab.race.curves import Curve, packed
 from consequent_lab.race.results import Line, Results, line_of
-from consequent_lab.race.task import SEARCH_SEED, Task
+from consequent_lab.race.task import Task
 from consequent_lab.race.tasks import task_named
 from consequent_lab.race.training import curve_of
 from consequent_lab.samples import Data
@@ -36,7 +36,7 @@ class Conditions:
         return task if self.epochs is None else task.with_epochs(self.epochs)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def data_of(conditions: Conditions, seed: int, *, search: bool) -> Data:
     """Returns the data on the device; a search that is judged by test data has a part of the training data for it."""
     task = conditions.the_task()
@@ -56,13 +56,13 @@ def search(report: Report, conditions: Conditions, name: str, trials: Sequence[L
     from consequent_lab.race.search import Search
 
     task, contestant = conditions.the_task(), contestant_named(name)
-    data = data_of(conditions, SEARCH_SEED, search=True)
-    steps = task.steps(len(data.train), search=True)
+    data = {seed: data_of(conditions, task.data_seed(seed), search=True) for seed in task.seeds_of_search}
+    steps = task.steps(min(len(one.train) for one in data.values()), search=True)
     study = Search(task, contestant, steps, trials)
     while study.number < conditions.trials:
         check_time(conditions.deadline)
         trial = study.ask()
-        curve, kept = _trained(conditions, contestant, trial.settings, data, SEARCH_SEED, steps, trial.is_over)
+        curve, kept = _trained(conditions, contestant, trial.settings, data, steps, trial.is_over)
         report(line_of(task, "trial", name, **trial.end(curve), **kept))
     return ""
 
@@ -70,10 +70,9 @@ def search(report: Report, conditions: Conditions, name: str, trials: Sequence[L
 def final(report: Report, conditions: Conditions, name: str, settings: Settings, seed: int) -> str:
     """Runs a final and reports it as a line."""
     task, start = conditions.the_task(), time.perf_counter()
-    # Tasks that split at random have another set for every seed; the others keep one in memory.
-    data = data_of(conditions, seed if task.name.startswith("table") else 0, search=False)
+    data = data_of(conditions, task.data_seed(seed), search=False)
     steps = task.steps(len(data.train))
-    _, kept = _trained(conditions, contestant_named(name), settings, data, seed, steps, lambda curve: False)
+    _, kept = _trained(conditions, contestant_named(name), settings, {seed: data}, steps, lambda curve: False)
     seconds = time.perf_counter() - start
     report(line_of(task, "final", name, settings=settings, seed=seed, seconds=seconds, **kept))
     return ""
@@ -83,19 +82,18 @@ def _trained(
     conditions: Conditions,
     contestant: Contestant,
     settings: Settings,
-    data: Data,
-    seed: int,
+    data: dict[int, Data],
     steps: int,
     is_over: Callable[[Curve], bool],
 ) -> tuple[Curve, Line]:
-    """Returns a run's curve, and what its line has of it."""
+    """Returns the curve of runs with these seeds and their data, and what its line has of it."""
 
     def watch(curve: Curve) -> bool:
         check_time(conditions.deadline)
         return is_over(curve)
 
     task = conditions.the_task()
-    curve, is_graphed = curve_of(task, contestant, settings, data, seed, steps, conditions.graph, watch)
+    curve, is_graphed = curve_of(task, contestant, settings, data, steps, conditions.graph, watch)
     return curve, {"steps": steps, "graph": is_graphed, "device": conditions.device, "curve": packed(curve)}
 
 

@@ -11,7 +11,7 @@ from consequent_lab.learner import Augmentation
 from consequent_lab.race.measures import Measure
 from consequent_lab.samples import Data, Loss
 
-SEARCH_SEED = 1000  # of the search; the finals have seeds from 0 on
+SEARCH_SEED = 1000  # the first one of the search; the finals have seeds from 0 on
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class Task:
     evaluated: int | None = None  # training samples, the first ones; None is all
     search_epochs: int | None = None  # of a trial in the search, if fewer
     search_samples: int | None = None  # of the training data, the first ones, that a search has, if not all
+    search_seeds: int = 1  # runs of a trial, which is judged by their mean
     loss_reduction: str = "mean"  # what the loss is divided by, as `consequent.attach` wants it
+    splits: bool = False  # every seed has its own training and test samples
     augment: Augmentation | None = None
     searches_decay: bool = False  # weight decay is a knob of every contestant
     settings_from: str | None = None  # the task whose search is taken over, so that this one has finals alone
@@ -55,6 +57,15 @@ class Task:
         """Whether the search is judged by data that it is not trained on."""
         return self.measure.metric.startswith("test")
 
+    @property
+    def seeds_of_search(self) -> range:
+        """The seeds of a trial."""
+        return range(SEARCH_SEED, SEARCH_SEED + self.search_seeds)
+
+    def data_seed(self, seed: int) -> int:
+        """Returns the seed that the data of a run are loaded with: always the same, unless every seed has its own."""
+        return seed if self.splits else 0
+
     def recipe(self) -> dict[str, Any]:
         """Returns what results must have in common to be in one file."""
         return {
@@ -66,6 +77,7 @@ class Task:
             "search_epochs": self.search_epochs,
             "settings_from": self.settings_from,
             **({} if self.search_samples is None else {"search_samples": self.search_samples}),
+            **({} if self.search_seeds == 1 else {"search_seeds": self.search_seeds}),
         }
 
     def with_epochs(self, epochs: int) -> "Task":

@@ -7,8 +7,9 @@ captured anew as often, which costs what a few steps cost, and sees learning rat
 import gc
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from statistics import fmean
 
 import torch
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
@@ -95,42 +96,47 @@ def _decibels(loss: float) -> float:
     return 10 * float(torch.log10(4 / torch.tensor(loss, dtype=torch.float64)))
 
 
+def _mean(lines: Sequence[dict[str, float]]) -> dict[str, float]:
+    means = {name: fmean(line[name] for line in lines) for name in lines[0]}
+    return means | {"iteration": max(line["iteration"] for line in lines)}
+
+
 def curve_of(
     task: Task,
     contestant: Contestant,
     settings: Settings,
-    data: Data,
-    seed: int,
+    data: Mapping[int, Data],
     steps: int,
     graph: bool,
     watch: Callable[[Curve], bool],
 ) -> tuple[Curve, bool]:
     """Returns the curve of a run, and whether its step was a CUDA graph; a capture that fails makes an eager run.
 
-    The arguments are those of :class:`Run`; `watch` is called with the curve so far after every evaluation, and the run
-    ends early where it returns True.
+    The arguments are those of :class:`Run`; `data` has them for every seed. With several seeds there are as many runs,
+    from one evaluation to the next in turn, and the curve is their mean, which ends where the first of them does.
+    `watch` is called with the curve so far after every evaluation, and the run ends early where it returns True.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # learning rates far too large are part of a search, and so is what they cause
-        run = Run(task, contestant, settings, data, seed, steps, graph)
+        runs = [Run(task, contestant, settings, own, seed, steps, graph) for seed, own in data.items()]
+        is_graphed = runs[0].is_graphed
         curve: Curve = []
         try:
-            for line in run:
-                curve.append(line)
+            for lines in zip(*runs, strict=False):
+                curve.append(_mean(lines))
                 if watch(curve):
                     break
         except (RuntimeError, ValueError) as error:
-            if not run.is_graphed:
+            if not is_graphed:
                 raise
             message = f"{contestant.name}: no CUDA graph, eager steps instead: {error}"
         else:
-            return curve, run.is_graphed
+            return curve, is_graphed
         finally:
-            was_graphed = run.is_graphed
-            del run
-            if was_graphed:
+            del runs
+            if is_graphed:
                 torch.cuda.synchronize()
                 gc.collect()  # a graph and what it replays hold each other
                 torch.cuda.empty_cache()  # the graph's memory, which nothing else can have
     warnings.warn(message, stacklevel=2)
-    return curve_of(task, contestant, settings, data, seed, steps, False, watch)
+    return curve_of(task, contestant, settings, data, steps, False, watch)

@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,7 @@ def starts(name, task=MLP):
 
 def curve(name, *, task=MLP, seed=0, graph=False, device="cpu", steps=8):
     data = task.load(None, seed).to(device)
-    return curve_of(task, contestant_named(name), starts(name, task), data, seed, steps, graph, lambda curve: False)
+    return curve_of(task, contestant_named(name), starts(name, task), {seed: data}, steps, graph, lambda curve: False)
 
 
 def test_training_is_what_one_would_write_by_hand():
@@ -56,9 +57,33 @@ def test_all_contestants_have_the_same_first_weights_and_batches():
 
 def test_a_run_that_diverges_ends():
     settings = {"lr": 1e9}
-    points, _ = curve_of(MLP, CONTESTANTS["SGD"], settings, MLP.load(None, 0), 0, 8, False, lambda curve: False)
+    points, _ = curve_of(MLP, CONTESTANTS["SGD"], settings, {0: MLP.load(None, 0)}, 8, False, lambda curve: False)
     assert not points[-1]["train_loss"] < 1e4
     assert MLP.measure.score(points, 8) >= 1e4
+
+
+def test_the_curve_of_several_seeds_is_the_mean_of_theirs():
+    task = task_named("table-wine", tiny=True)
+    data = {seed: task.load(None, seed) for seed in (0, 1)}
+
+    def with_seeds(*seeds, lr=0.1):
+        chosen = {seed: data[seed] for seed in seeds}
+        return curve_of(task, CONTESTANTS["SGD"], {"lr": lr}, chosen, 8, False, lambda curve: False)[0]
+
+    first, second, both = with_seeds(0), with_seeds(1), with_seeds(0, 1)
+    assert first != second
+    for line, one, other in zip(both, first, second, strict=True):
+        assert line == {name: pytest.approx((one[name] + other[name]) / 2) for name in one}
+    assert [line["iteration"] for line in both] == [0, 4, 8]
+    assert math.isnan(with_seeds(0, 1, lr=1e30)[-1]["train_loss"])
+
+
+def test_every_seed_of_a_table_has_its_own_split_and_a_search_has_three():
+    task = TASKS["table-wine"]
+    assert [task.data_seed(seed) for seed in task.seeds_of_search] == [1000, 1001, 1002]
+    assert [MLP.data_seed(seed) for seed in MLP.seeds_of_search] == [0]
+    assert task.recipe()["search_seeds"] == 3
+    assert "search_seeds" not in MLP.recipe()
 
 
 @pytest.mark.filterwarnings("ignore")

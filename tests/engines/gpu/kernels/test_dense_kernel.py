@@ -216,6 +216,23 @@ def test_an_edited_gradient_is_shortened(kind):
     assert_close(kept, wanted[1])
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("rows", "features", "outputs"), [(5, 50, 40), (40, 150, 300)])
+def test_an_edited_gradient_is_bounded_too(rows, features, outputs, bias):
+    layers = [make_layer(rows, features, outputs, bias=bias, seed=seed) for seed in range(2)]
+    limits = []
+    for layer, part in zip(layers, (0.3, 1.01), strict=True):
+        layer.weight_grad.clamp_(-0.5, 0.5)
+        gram, level = gram_and_level(layer)
+        energy = gradient(layer).double().square().sum() / (gram.trace() + level)
+        limits.append(part * (energy / (gram.trace() / (features + bias) * outputs)).sqrt().item())
+    layers = [layer._replace(limit=limit) for layer, limit in zip(layers, limits, strict=True)]
+    wanted = [part * shortened(layer) for layer, part in zip(layers, (0.3, 1.0), strict=True)]
+    assert rewrite(layers) == (0, [0, 0, 0, 0, 2, 1])
+    for layer, right in zip(layers, wanted, strict=True):
+        assert_close(layer, right)
+
+
 def test_a_gradient_of_zeros_gives_zeros():
     layer, other = make_layer(4, 50, 40, factor=0.0), make_layer(2, 20, 10)
     layer.output_grads.zero_()

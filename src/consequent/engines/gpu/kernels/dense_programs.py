@@ -17,6 +17,7 @@ from consequent.engines.gpu.kernels.dense_scratch import (
     left_at,
     right_at,
     section_of,
+    squares_at,
     status_at,
 )
 from consequent.engines.gpu.kernels.table import (
@@ -248,7 +249,10 @@ def _solve(
 
 @triton.jit
 def _compare(entry, section, shares, BLOCK_N: tl.constexpr):
-    """The c with ``G = c ΔZᵀX`` by least squares over the probes, and whether most of them say that there is none."""
+    """The c with ``G = c ΔZᵀX`` by least squares over the probes, and whether most of them say that there is none.
+
+    And by what the bound shortens the new gradient, which where there is none is ``G / (trace + λ)``.
+    """
     shape = tl.load(entry + 4)
     rows, features, outputs = low_int(shape), high_int(shape), low_int(tl.load(entry + 5))
     tolerance = low_float(tl.load(entry + 8))
@@ -272,11 +276,14 @@ def _compare(entry, section, shares, BLOCK_N: tl.constexpr):
     off = tl.abs(found - factor * expected) > tolerance * tl.abs(factor) * sizes
     status = status_at(section, BLOCK_N)
     tl.store(status + 3, factor)
-    tl.store(status + 4, (tl.sum(off.to(tl.int32), 0) > PROBES // 2).to(tl.float32))
+    is_edited = tl.sum(off.to(tl.int32), 0) > PROBES // 2
+    tl.store(status + 4, is_edited.to(tl.float32))
 
     program = tl.arange(0, MOST_SOLVERS)
     energies = tl.load(energies_at(section, BLOCK_N) + program, program < solvers, other=0.0)
     energy = tl.sum(energies, 0) * factor * factor
+    squares = tl.sum(_summed(squares_at(section, BLOCK_N), shares, MOST_SHARES, 1), 0)
+    energy = tl.where(is_edited, squares / (tl.load(status) + tl.load(status + 1)), energy)
     limit = high_float(tl.load(entry + 8))
     columns = features + (tl.load(entry + 3) != 0).to(tl.int32)
     allowed = limit * limit * (tl.load(status) * (outputs.to(tl.float32) / columns.to(tl.float32)))
@@ -321,6 +328,7 @@ def _look(
     sum_1 = tl.zeros((_STRIP, TILE_D), tl.float32)
     sum_2 = tl.zeros((_STRIP, TILE_D), tl.float32)
     sum_3 = tl.zeros((_STRIP, TILE_D), tl.float32)
+    squares = tl.zeros((_STRIP, TILE_D), tl.float32)
     for tile in range(program, tiles, programs):
         d = tile % tiles_across * TILE_D + tl.arange(0, TILE_D)
         part_0 = tl.zeros((_STRIP, TILE_D), tl.float32)
@@ -336,6 +344,7 @@ def _look(
             part_1 += g * _sign(u, 1)[:, None]
             part_2 += g * _sign(u, 2)[:, None]
             part_3 += g * _sign(u, 3)[:, None]
+            squares += g * g
         v = _random_bits(d, 0)
         sum_0 += part_0 * _sign(v, 0)[None, :]
         sum_1 += part_1 * _sign(v, 1)[None, :]
@@ -345,9 +354,12 @@ def _look(
     total = tl.where(probe == 0, tl.sum(tl.sum(sum_0, 1), 0), tl.sum(tl.sum(sum_1, 1), 0))
     total = tl.where(probe == 2, tl.sum(tl.sum(sum_2, 1), 0), total)
     total = tl.where(probe == 3, tl.sum(tl.sum(sum_3, 1), 0), total)
+    square = tl.sum(tl.sum(squares, 1), 0)
     if (program == 0) & (bias_address != 0):
         total += _probed_bias(floats_at(bias_address), features, outputs)
+        square += _squared_bias(floats_at(bias_address), outputs)
     tl.store(found_at(section, BLOCK_N) + program * PROBES + probe, total)
+    tl.store(squares_at(section, BLOCK_N) + program, square)
     if tl.sum((tl.abs(total) < _NO_SUM_OVERFLOWS).to(tl.int32), 0) < PROBES:
         tl.store(flags, 1)
     tl.debug_barrier()  # the whole program's part is there before it counts as done
@@ -367,6 +379,17 @@ def _probed_bias(bias_grad, features, outputs):
         b = tl.load(bias_grad + first + i, first + i < outputs, other=0.0)
         sums += b[:, None] * _sign(_random_bits(first + i, 1)[:, None], probe[None, :])
     return tl.sum(sums, 0) * _sign(_random_bits(features, 0), probe)
+
+
+@triton.jit
+def _squared_bias(bias_grad, outputs):
+    """The bias column's share of ``‖G‖²``."""
+    i = tl.arange(0, 256)
+    sums = tl.zeros((256,), tl.float32)
+    for first in range(0, outputs, 256):
+        b = tl.load(bias_grad + first + i, first + i < outputs, other=0.0)
+        sums += b * b
+    return tl.sum(sums, 0)
 
 
 @triton.jit(do_not_specialize=["table", "scratch", "flags", "counts", "share", "steps", "skips"])
@@ -414,7 +437,7 @@ def _write(
         count(counts, RESCUED, ok & (tl.load(status + 6) > 0))
         count(counts, FALLEN_BACK, ok == 0)
         count(counts, EDITED, edited)
-        count(counts, BOUNDED, ok & (edited == 0) & (shorter < 1))
+        count(counts, BOUNDED, (ok | edited) & (shorter < 1))
 
     if ALIGNED:
         inputs, gradient = aligned_floats_at(tl.load(entry)), aligned_floats_at(tl.load(entry + 2))
@@ -426,9 +449,9 @@ def _write(
         for tile in range(first, last):
             d = tile * TILE_D + tl.arange(0, TILE_D)
             mask = (o < outputs)[:, None] & (d < features)[None, :]
-            G = tl.load(row + d[None, :], mask, other=0.0) * plain_scale
+            G = tl.load(row + d[None, :], mask, other=0.0) * (plain_scale * shorter)
             tl.store(row + d[None, :], tl.where(is_bad, 0.0, G), mask)
-        b = tl.load(bias_grad + o, has_bias, other=0.0) * plain_scale
+        b = tl.load(bias_grad + o, has_bias, other=0.0) * (plain_scale * shorter)
         tl.store(bias_grad + o, tl.where(is_bad, 0.0, b), has_bias)
     else:
         A = tl.load(solution + o[:, None].to(tl.int64) * BLOCK_N + n[None, :], (o < outputs)[:, None], other=0.0)

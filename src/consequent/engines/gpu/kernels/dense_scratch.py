@@ -17,7 +17,7 @@ def floats_of_section(block_rows: int) -> int:
     """Floats of scratch per layer, the solution aside; as the functions below have it."""
     square, probes = block_rows * block_rows, block_rows * PROBES.value
     floats: int = PARTS.value * (square + probes) + square + block_rows
-    floats += MOST_SOLVERS.value * (probes + 1) + MOST_SHARES.value * PROBES.value + STATUS.value
+    floats += MOST_SOLVERS.value * (probes + 1) + MOST_SHARES.value * (PROBES.value + 1) + STATUS.value
     return floats
 
 
@@ -27,7 +27,7 @@ def section_of(scratch, layer, BLOCK_N: tl.constexpr):
     SUMS: tl.constexpr = PARTS * (BLOCK_N * BLOCK_N + BLOCK_N * PROBES)
     FACTOR: tl.constexpr = BLOCK_N * BLOCK_N + BLOCK_N
     FOUND: tl.constexpr = MOST_SOLVERS * BLOCK_N * PROBES + MOST_SHARES * PROBES
-    return scratch + layer.to(tl.int64) * (SUMS + FACTOR + FOUND + STATUS + MOST_SOLVERS)
+    return scratch + layer.to(tl.int64) * (SUMS + FACTOR + FOUND + STATUS + MOST_SOLVERS + MOST_SHARES)
 
 
 @triton.jit
@@ -64,3 +64,9 @@ def status_at(section, BLOCK_N: tl.constexpr):
 def energies_at(section, BLOCK_N: tl.constexpr):
     """The parts of ``⟨U, G⟩``."""
     return status_at(section, BLOCK_N) + STATUS
+
+
+@triton.jit
+def squares_at(section, BLOCK_N: tl.constexpr):
+    """The shares of ``‖G‖²``."""
+    return energies_at(section, BLOCK_N) + MOST_SOLVERS
