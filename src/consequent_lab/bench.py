@@ -28,9 +28,9 @@ class Bench:
     output: Path = Path("bench.json")
     """The JSON file."""
     only: tuple[str, ...] = ()
-    """Names of the measurements to take, as in the JSON file (default: all)."""
+    """Names of the measurements to take, as in the JSON file; none: all of them."""
     repeats: int | None = None
-    """Samples of every contestant (default: 50 on a GPU, 60 on a CPU, fewer where time runs out)."""
+    """Samples of every contestant; None: 50 on a GPU, 60 on a CPU, fewer where time runs out."""
     tables: tuple[Path, ...] = ()
     """Print the table of these JSON files as it is in the documentation, and measure nothing."""
     quick: bool = False

@@ -15,7 +15,7 @@ class Compare:
     from the lowest to the highest.
     """
 
-    places: tyro.conf.Positional[tuple[Path, ...]]
+    places: tyro.conf.Positional[tuple[Path, ...]] = (Path("runs/train"),)
     """Of the runs."""
     figure: Path | None = Path("comparison.png")
     """Where the curves go (.png, .svg or .pdf); None: nowhere."""
@@ -25,8 +25,6 @@ class Compare:
     """Write all readings as TensorBoard's scalars to this folder, foresight by layer among them."""
 
     def __post_init__(self) -> None:
-        if not self.places:
-            raise ValueError("name at least one run, such as runs/train")
         if self.figure is not None and self.figure.suffix not in (".png", ".svg", ".pdf"):
             raise ValueError(f"--figure {self.figure} must end in .png, .svg or .pdf")
 

@@ -22,9 +22,9 @@ class Data:
     """
 
     names: tyro.conf.Positional[tuple[Name, ...]] = ()
-    """Which ones (default: all)."""
+    """Which ones; none: all of them."""
     data: Path | None = None
-    """The folder with the files or the usual sub-folders (default: $CONSEQUENT_DATA, else ./data)."""
+    """The folder with the files or the usual sub-folders; None: $CONSEQUENT_DATA, else ./data."""
     download: bool = False
     """Download what is missing from the official addresses into the folder."""
 

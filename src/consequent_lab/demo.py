@@ -35,7 +35,7 @@ class Demo:
     output: Path = Path("demo.png")
     """The picture; the numbers go to a JSON file of the same name beside it."""
     workers: int | None = None
-    """Runs at a time, one thread each (default: the number of cores, at most 5)."""
+    """Runs at a time, one thread each; None: as many as there are cores, at most 5."""
     quick: bool = False
     """A tiny race that only shows that everything works."""
 

@@ -40,6 +40,8 @@ def function_named(option: str, name: str) -> Maker:
         ValueError: if there is none; names what there is.
     """
     module_name, _, function_name = name.partition(":")
+    if module_name.endswith(".py"):
+        raise ValueError(f"--{option} {name}: name the module and not its file, {module_name[:-3]}:{function_name}")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -118,8 +120,9 @@ def _check_outputs(model: nn.Module, name: str, dataset: Dataset) -> None:
     meaning = f"logits of {dataset.classes} classes" if dataset.classes is not None else "the targets"
     shape = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
     if shape != wanted:
+        remedy = ": return targets[:, None] with the data, [N, 1]" if shape == [*wanted, 1] else ""
         raise ValueError(
-            f"--model {name} makes {shape} of inputs {list(inputs.shape)}; {meaning} need a tensor of {wanted}"
+            f"--model {name} makes {shape} of inputs {list(inputs.shape)}; {meaning} need a tensor of {wanted}{remedy}"
         )
 
 

@@ -26,7 +26,7 @@ class Race:
     alone; or "table" and tasks (none: all that have results): tables in Markdown; or "data" and sets (cifar10,
     cifar100, fashion-mnist, pictures, tables, sources): writes files to carry."""
     contestants: str = ""
-    """Only these, separated by commas (default: all of the task)."""
+    """Only these, separated by commas; none: all of the task."""
     trials: int = 12
     """Of every contestant's search."""
     seeds: int = 5

@@ -37,7 +37,7 @@ class Reproduce:
     quick: bool = False
     """A small version on the digits, which need no download, in minutes on a CPU; in run folders of its own."""
     data: Path | None = None
-    """The folder of the data sets (default: the environment's CONSEQUENT_DATA, else data)."""
+    """The folder of the data sets; None: the environment's CONSEQUENT_DATA, else data."""
     runs: Path = Path("runs")
     """Where run folders are."""
     known: Path | None = None
@@ -45,7 +45,7 @@ class Reproduce:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes a GPU if there is one."""
     workers: int | None = None
-    """Runs at a time (default: 4 on a GPU; on a CPU one for each core, with one thread each)."""
+    """Runs at a time; None: 4 on a GPU; on a CPU one for each core, with one thread each."""
     steps: tuple[Literal["search", "train", "timing"], ...] = ("search", "train", "timing")
     """Of the experiments that train: the search for learning rates, the runs, the time of an iteration by itself."""
     seeds: tuple[int, ...] = ()

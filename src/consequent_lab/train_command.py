@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # The command line reads this file for its options; torch is 
     from consequent_lab.runs import RunFolder
 
 HELD_OUT = 0.1  # of the training set, in a search
+FIRST_RATES = {"sgd": 0.1, "momentum": 0.01, "nesterov": 0.01, "adam": 0.003, "rmsprop": 0.001}
 
 
 class DivergedError(ValueError):
@@ -38,6 +39,8 @@ class Train(TrainConfig):
     among themselves, on CPUs or with a GPU each.
     """
 
+    lr: float | None = None  # type: ignore[assignment]  # a number once it was looked up
+    """The learning rate; None: 0.1 for sgd, 0.01 for momentum and nesterov, 0.003 for adam, 0.001 for rmsprop."""
     seeds: tuple[int, ...] = ()
     """Several runs that differ by their seeds, one after the other; instead of --seed."""
     search_lr: tuple[float, ...] = ()
@@ -48,14 +51,16 @@ class Train(TrainConfig):
     runs: Path = Path("runs")
     """Where run folders are: this one is RUNS/train/NAME/seedSEED, those of a search are in RUNS/train-search."""
     name: str | None = None
-    """Of the run (default: made from the options)."""
+    """Of the run; None: made from the options."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes a GPU if there is one."""
     data: str | None = None
-    """The folder of the data sets (default: the environment's CONSEQUENT_DATA, else data); or your own data as
+    """The folder of the data sets; None: the environment's CONSEQUENT_DATA, else data. Or your own data as
     module:function, as in --dataset."""
 
     def __post_init__(self) -> None:
+        if self.lr is None:
+            object.__setattr__(self, "lr", FIRST_RATES[self.optimiser])
         super().__post_init__()
         if self.search_damping and not self.consequentialist:
             raise ValueError("--search-damping is for the C- versions, and --no-consequentialist is a plain one")

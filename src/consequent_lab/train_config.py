@@ -52,15 +52,15 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     """adam: how slowly the two moments change."""
     damping: float | None = None
-    """The ridge λ of the C- versions, and no bound on their steps, as in the paper; or"""
+    """λ of the C- versions as one number for all layers, without a bound on their steps, as in the paper."""
     relative_damping: float | None = None
-    """λ as a fraction of the inputs' mean eigenvalue (default: the library's own)."""
+    """λ as a fraction of the mean eigenvalue of a layer's inputs; None: the library's own, unless --damping says λ."""
     batch_size: int = 32
     """Samples per iteration."""
     iterations: int | None = None
-    """How long to train; or"""
+    """How long to train; None: --epochs says it."""
     epochs: int | None = None
-    """how often to go through the training set (default: 10 times)."""
+    """How often to go through the training set; None: 10 times, unless --iterations is given."""
     normalisation: Literal["unit", "centred", "symmetric", "features"] = "unit"
     """Inputs in [0, 1], [-0.5, 0.5] or [-1, 1], or every feature with mean 0 and variance 1."""
     seed: int = 0
@@ -68,7 +68,7 @@ class TrainConfig:
     log_every: int = 100
     """Iterations between two readings of what is known anyway: loss and accuracy of mini-batches, gradients' norms."""
     evaluate_every: int | None = None
-    """Iterations between two evaluations (default: an epoch)."""
+    """Iterations between two evaluations; None: an epoch."""
     evaluate_training: bool = True
     """Evaluate on the full training set, too, not on the test set alone."""
     validation: float = 0.0
@@ -81,7 +81,7 @@ class TrainConfig:
     checkpoint_every: int = 1000
     """Iterations between two checkpoints at most; there is one a minute, and one on Ctrl-C, in any case."""
     graph: bool | None = None
-    """Replay the step as a CUDA graph (default: on a GPU, where it can be captured)."""
+    """Replay the step as a CUDA graph; None: on a GPU, where it can be captured."""
     tf32: bool = True
     """Let a GPU round the inputs of products to TF32."""
     channels_last: bool = True

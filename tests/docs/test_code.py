@@ -72,6 +72,30 @@ def test_only_these_blocks_are_not_run():
         assert page.read_text().count("```python") == len(blocks(page, "python")), page.name
 
 
+@pytest.mark.parametrize(
+    ("rate", "added", "told"),
+    [
+        ("0.1", True, "epoch 1: training loss # epoch 2: training loss # epoch 3: training loss #"),
+        ("0.1", False, "Without that line it is #, # and #. "),
+        ("0.5", False, "with `lr=0.5` the last number is # without the line"),
+        ("0.5", True, "without the line, and # with it"),
+    ],
+)
+@pytest.mark.usefixtures("bounded")
+def test_the_first_script_learns_as_the_page_says(rate, added, told):
+    page = ROOT / "docs" / "index.md"
+    (code,) = (block.code for block in blocks(page, "python") if "# the one added line" in block.code)
+    code = code.replace("lr=0.1", f"lr={rate}")
+    if not added:
+        code = "\n".join(line for line in code.splitlines() if "correction" not in line)
+    said = io.StringIO()
+    with redirect_stdout(said):
+        exec(code, {})
+    losses = [float(line.split()[-1]) for line in said.getvalue().splitlines() if "training loss" in line]
+    numbers = re.search(re.escape(told).replace(r"\#", r"(\d\.\d+)"), " ".join(page.read_text().split())).groups()
+    assert losses[-len(numbers) :] == pytest.approx([float(number) for number in numbers], rel=0.1)
+
+
 def test_the_table_of_foresight_is_what_the_code_before_it_prints():
     page = ROOT / "docs" / "index.md"
     (code,) = (block.code for block in blocks(page, "python") if "print(correction.foresight())" in block.code)

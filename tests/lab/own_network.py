@@ -52,6 +52,10 @@ def numbers():
     return train_inputs, train_inputs[:, :1] * 2 - 1, test_inputs, test_inputs[:, :1] * 2 - 1
 
 
+def flat_numbers():
+    return tuple(part[:, 0] if part.shape[1] == 1 else part for part in numbers())
+
+
 def images():
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (80, 3, 8, 8), dtype=torch.uint8, generator=generator)

@@ -20,6 +20,7 @@ from consequent_lab.own_code import own_data
 from consequent_lab.progress import Watcher
 from consequent_lab.runs import RunFolder
 from consequent_lab.schedules import rate_factor
+from consequent_lab.train_command import Train
 from consequent_lab.train_config import TrainConfig
 from consequent_lab.trainer import train
 
@@ -74,11 +75,13 @@ def test_images_of_ones_own_are_normalised_and_fit_every_model(tmp_path, model):
     ("options", "message"),
     [
         ({"model": "nowhere:model"}, r"--model nowhere:model: there is no module 'nowhere'.*PYTHONPATH"),
+        ({"model": "own_network.py:model"}, "name the module and not its file, own_network:model"),
         ({"model": "own_network:missing"}, r"has no function 'missing'; it has .*model"),
         ({"model": "own_network:NOT_A_FUNCTION"}, "has no function 'NOT_A_FUNCTION'"),
         ({"model": "own_network:no_model"}, "returned a int: it must return an nn.Module"),
         ({"model": "own_network:needs_more"}, r"needs \(shape, classes, depth\): it is called as function\(shape"),
         ({"model": "own_network:too_wide"}, r"makes \[2, 5\] of inputs \[2, 6\]; logits of 3 classes need a tensor of"),
+        ({"dataset": "own_network:flat_numbers"}, r"makes \[2, 1\] .* a tensor of \[2\]: return targets\[:, None\]"),
         ({"model": "own_network:for_others"}, r"fails with inputs of shape \[2, 6\]"),
         ({"model": "resnet20"}, r"model resnet20 is for images .*these inputs are \[N, 6,\]"),
         ({"augment": ("flip",)}, "augment flip is for images"),
@@ -93,6 +96,7 @@ def test_images_of_ones_own_are_normalised_and_fit_every_model(tmp_path, model):
 def test_what_is_wrong_with_ones_own_is_named(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         train(replace(OWN, **options), RunFolder(tmp_path / "run"))
+    assert not (tmp_path / "run" / "config.json").exists()  # or it would be seen beside those that were trained
 
 
 @pytest.mark.parametrize(
@@ -334,3 +338,9 @@ def test_foresight_is_read_by_layer(tmp_path):
         assert 0 < layer["produced"] <= 1.5 * layer["wanted"]
         assert layer["cosine"] > layer["backprop_cosine"] - 1e-6
         assert math.isfinite(layer["cosine"])
+
+
+def test_every_optimiser_has_a_rate_to_start_with():
+    rates = {name: Train(optimiser=name).config().lr for name in ("sgd", "momentum", "nesterov", "adam", "rmsprop")}
+    assert rates == {"sgd": 0.1, "momentum": 0.01, "nesterov": 0.01, "adam": 0.003, "rmsprop": 0.001}
+    assert Train(optimiser="adam", lr=0.1).config().lr == 0.1

@@ -138,7 +138,7 @@ PLAUSIBLE = {
     "vectors for tokens, and no cross-entropy": (Tokens, lambda m: m(SEQUENCES).square().mean()),
     "pixels, and no classes": (
         lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 1, 1)),
-        lambda m: functional.mse_loss(m(torch.ones(4, 1, 6, 6)), torch.zeros(4, 1, 6, 6)),
+        lambda m: functional.mse_loss(m(torch.ones(4, 1, 6, 6)), torch.zeros(4, 1, 6, 6), reduction="sum") / 4,
     ),
     "a sum over pixels": (
         lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 5, 1)),
@@ -165,3 +165,60 @@ def test_ordinary_models_are_left_in_peace(name, at):
 )
 def test_who_has_said_how_the_loss_sums_up_is_left_in_peace(reduction):
     assert warnings_of(Tokens(), lambda m: cross_entropy(m(SEQUENCES)), loss_reduction=reduction) == []
+
+
+def dense(outputs):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+INPUTS, TARGETS = torch.linspace(-1, 1, 30).view(5, 6), torch.linspace(0, 1, 20).view(5, 4)
+ELEMENTS = r"over 5 samples.*; but it is one over all elements of the outputs \[5, 4\].*loss_reduction=criterion"
+MEANS_OVER_ELEMENTS = {
+    "mse": lambda model: functional.mse_loss(model(INPUTS), TARGETS),
+    "module": lambda model: nn.MSELoss()(model(INPUTS), TARGETS),
+    "smooth-l1": lambda model: functional.smooth_l1_loss(model(INPUTS), TARGETS),
+    "huber": lambda model: functional.huber_loss(model(INPUTS), TARGETS),
+    "many-labels": lambda model: functional.binary_cross_entropy_with_logits(model(INPUTS), TARGETS),
+    "flat": lambda model: functional.mse_loss(model(INPUTS).view(-1), TARGETS.view(-1)),
+    "in-another-type": lambda model: functional.mse_loss(model(INPUTS).double(), TARGETS.double()),
+    "targets-first": lambda model: functional.mse_loss(TARGETS, model(INPUTS)),
+    "a-part": lambda model: functional.mse_loss(model(INPUTS), TARGETS) / 4 + model[0].weight.square().sum(),
+}
+OTHER_LOSSES = {
+    "sum": lambda model: functional.mse_loss(model(INPUTS), TARGETS, reduction="sum") / 5,
+    "by-hand": lambda model: (model(INPUTS) - TARGETS).square().sum(1).mean(),
+    "gathered": lambda model: functional.mse_loss(model(INPUTS)[:, 1], TARGETS[:, 1]),
+    "classes": lambda model: functional.cross_entropy(model(INPUTS), torch.arange(5) % 4),
+}
+
+
+@pytest.mark.parametrize("at", ["step", "backward"])
+@pytest.mark.parametrize("name", MEANS_OVER_ELEMENTS)
+def test_a_mean_over_all_elements_is_told_of_once(name, at):
+    (message,) = warnings_of(dense(4), MEANS_OVER_ELEMENTS[name], at=at)
+    assert re.search(ELEMENTS, message)
+    assert warnings_of(dense(4), MEANS_OVER_ELEMENTS[name], at=at, loss_reduction="mse") == []
+
+
+def test_so_is_one_of_outputs_that_the_model_itself_has_reshaped():
+    model = nn.Sequential(dense(4), nn.Unflatten(1, (2, 2)))
+    (message,) = warnings_of(model, lambda model: functional.mse_loss(model(INPUTS), TARGETS.view(5, 2, 2)))
+    assert "all elements of the outputs [5, 2, 2]" in message
+
+
+def test_so_is_a_mean_over_all_pixels():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 1, 1))
+    images = torch.ones(4, 1, 6, 6)
+    (message,) = warnings_of(model, lambda model: functional.mse_loss(model(images), images))
+    assert "all elements of the outputs [4, 1, 6, 6]" in message
+
+
+@pytest.mark.parametrize("name", OTHER_LOSSES)
+def test_other_losses_of_several_numbers_a_sample_are_left_in_peace(name):
+    assert warnings_of(dense(4), OTHER_LOSSES[name]) == []
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_mean_over_one_or_two_numbers_a_sample_is_nearly_one_over_samples(outputs):
+    assert warnings_of(dense(outputs), lambda model: functional.mse_loss(model(INPUTS), TARGETS[:, :outputs])) == []

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import subprocess
+import sys
 import warnings
 import weakref
 
@@ -112,3 +114,21 @@ def test_nothing_is_kept_alive(at):
     del model
     gc.collect()
     assert held() is None
+
+
+def test_a_program_that_ends_says_nothing():
+    lines = [
+        "import torch, consequent",
+        "def trained():",
+        "    model = torch.nn.Linear(8, 3)",
+        "    optimizer = torch.optim.Adam(model.parameters())",
+        "    correction = consequent.attach(optimizer, model)",
+        "    loss = model(torch.ones(4, 8)).sum()",
+        "    loss.backward()",
+        "    optimizer.step()",
+        "    return model, optimizer, loss",
+        "trained()",
+        "model, optimizer, loss = trained()",
+    ]
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

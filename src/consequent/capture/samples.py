@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from consequent.capture.loss_nodes import are_averaged
 from consequent.capture.torch_internals import (
     PYTHON_NODE,
     backward_pass_id,
@@ -59,8 +60,11 @@ class Entries:
                 outputs = None if entry is None else outputs_in(output)
                 if entry is not None and outputs is not None:
                     entry.output_shape = _shape(outputs)
-                    if self.looks_at_positions and _has_positions(entry) and outputs.requires_grad:
-                        outputs.register_hook(partial(_look_at_logits, entry))
+                    if self.looks_at_positions and outputs.requires_grad:
+                        if _has_positions(entry):
+                            outputs.register_hook(partial(_look_at_logits, entry))
+                        if outputs.numel() > 2 * entry.samples:  # of two numbers a sample a mean is half of the sum
+                            outputs.register_hook(partial(_look_at_loss, entry))
                 break
 
     def entry_for(self, layer: nn.Module, inputs: Tensor, samples: int, is_batched: bool) -> Entry:
@@ -177,6 +181,13 @@ def _look_at_logits(entry: Entry, grad: Tensor) -> None:
         is_mean = vectors.clamp(min=0).sum() < 1.01
         counts_positions = (vectors != 0).any(-1).sum() > entry.samples
         entry.has_mean_over_positions |= bool(is_of_softmax & is_mean & counts_positions)
+
+
+def _look_at_loss(entry: Entry, _: Tensor) -> None:
+    """See from autograd's graph whether the loss is a mean over all elements of the outputs, as ``F.mse_loss`` is."""
+    node = running_node()
+    if node is not None and not transforms_are_active():
+        entry.has_mean_over_elements |= are_averaged(node)
 
 
 def _is_data(inputs: Tensor, entry: Entry) -> bool:

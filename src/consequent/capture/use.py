@@ -26,6 +26,7 @@ class Entry:
         nodes: weak references to a few of the graph's nodes that came about in it.
         input_shape: of the first tensor that entered; None where a layer was called by itself or it has none.
         has_mean_over_positions: whether the gradient of the outputs is that of one, as far as was looked.
+        has_mean_over_elements: whether the outputs went into a loss that is a mean over all of their elements.
         output_shape: of the first tensor that came out, once it has.
         loss_divisors: what the calls of a criterion since then divided by, where one is watched.
     """
@@ -38,6 +39,7 @@ class Entry:
     nodes: "list[weakref.ref[Any]]" = field(default_factory=list)
     input_shape: tuple[int, ...] | None = None
     has_mean_over_positions: bool = False
+    has_mean_over_elements: bool = False
     output_shape: tuple[int, ...] | None = None
     loss_divisors: list[SupportsFloat] = field(default_factory=list)
 

@@ -41,4 +41,10 @@ def _doubt(entry: Entry) -> str | None:
             "by its gradient, and steps are that much too short: say loss_reduction=criterion, the loss module that "
             'you call, or loss_reduction="tokens" where classes are last and no targets are ignored'
         )
+    if entry.has_mean_over_elements:
+        return (
+            f"{counted}; but it is one over all elements of the outputs {list(outputs)}, and steps are that much too "
+            "short (not those of Adam, which have a length of their own): say loss_reduction=criterion, the loss "
+            'module that you call, "mse" for F.mse_loss, or the function, as loss_reduction=F.huber_loss'
+        )
     return None

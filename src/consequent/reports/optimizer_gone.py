@@ -1,5 +1,6 @@
 """A model whose optimiser was thrown away is a plain one, and its next backward pass says so."""
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -20,6 +21,8 @@ def warn_at_next_backward_pass(
         reports: who warns.
         is_corrected: whether another correction has taken a parameter over.
     """
+    if sys.is_finalizing():  # the program ends: no backward pass will come, and torch cannot take hooks any more
+        return
     handles: dict[int, RemovableHandle] = {}
 
     def arrives(parameter: "weakref.ref[Tensor]") -> Callable[[Tensor], None]:

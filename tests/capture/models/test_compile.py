@@ -130,7 +130,7 @@ def test_a_whole_step_that_is_compiled(at):
         x, y = torch.randn(16, 6), torch.randn(16, 3)
         model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        consequent.attach(optimizer, model, at=at)
+        consequent.attach(optimizer, model, at=at, loss_reduction="mse")
 
         def step(model=model, optimizer=optimizer, x=x, y=y):
             optimizer.zero_grad()

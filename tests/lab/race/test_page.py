@@ -11,10 +11,10 @@ from consequent.maths.damping import DEFAULT
 from consequent_lab import cli
 from consequent_lab.race.contestants import CONTESTANTS
 from consequent_lab.race.curves import unpacked
-from consequent_lab.race.measures import Best
+from consequent_lab.race.measures import Best, TimeTo
 from consequent_lab.race.results import Results
 from consequent_lab.race.states import state_of, states_in
-from consequent_lab.race.table import markdown_table, spread_of
+from consequent_lab.race.table import Spread, markdown_table, spread_of
 from consequent_lab.race.tasks import TASKS
 from consequent_lab.race_command import Race
 
@@ -32,6 +32,7 @@ FIRST_ON_TABLES = {
     "wine": "Shampoo",
     "digits": "C-Nesterov",
 }
+CORRECTED_MUON = ("C-Muon", "Newton-Muon")
 NUMBERS = {"twelve": 12, "thirteen": 13, "fourteen": 14, "fifteen": 15}
 
 
@@ -51,6 +52,36 @@ def test_what_is_done_is_what_the_page_says():
     assert len(STATES) == int(tasks)
     begun = {results.task.name.split("-")[0] for results, _ in STATES if results.lines}
     assert not begun & {"resnet20", "gpt"}
+
+
+def outcome(results, measure):
+    """The cells of the page's first table of results: who is best of ours and of the others, and who is ahead."""
+    sign = -1 if getattr(measure, "rising", False) and not isinstance(measure, TimeTo) else 1
+    best = {}
+    for name in CONTESTANTS:
+        if results.finals(name) and name not in CORRECTED_MUON:
+            side, spread = name.startswith("C-"), spread_of(measure, results.finals(name))
+            if side not in best or sign * spread.median < sign * best[side][1].median:
+                best[side] = (name, spread)
+    (lows, highs) = (
+        [pick(sign * value for value in best[side][1].values) for side in (True, False)] for pick in (min, max)
+    )
+    verdict = "ahead" if highs[0] < lows[1] else "**behind**" if highs[1] < lows[0] else "level"
+    form = (",.0f",) if isinstance(measure, TimeTo) else (".3g", measure.metric)
+    shown = [f"{name} {Spread((spread.median,)).text(*form)}" for name, spread in (best[True], best[False])]
+    return f"| {verdict} | {measure} | {shown[0]} | {shown[1]} |"
+
+
+def test_the_result_of_each_task_is_that_of_its_table():
+    lines = PAGE[PAGE.index("| task | ours are |") :].split("\n\n")[0].splitlines()[2:]
+    for results, _ in STATES:
+        if any(results.finals(name) for name in (*C_VERSIONS, "C-AdamW")):
+            measures = [results.task.measure]
+            if results.task.name.startswith("mlp-"):
+                measures.append(Best("test_accuracy", rising=True))
+            for measure in measures:
+                assert outcome(results, measure) in lines.pop(0)
+    assert all("ResNet-20" in line for line in lines)  # explored, not raced
 
 
 @pytest.mark.parametrize("words", [[], ["times"]])
