@@ -1,4 +1,4 @@
-"""A residual network without BatchNorm, by docs/recipes.md: decay, warm-up, cosine, crops, averaged weights."""
+"""A residual network without BatchNorm, by docs/recipes.md: its start, decay, warm-up, cosine, crops, averages."""
 
 import math
 
@@ -8,6 +8,13 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import consequent
+
+
+def start_near_shortcuts(last_layers, fraction=0.1):
+    """Makes residual blocks, of which these are the last layers, begin nearly as their shortcuts."""
+    with torch.no_grad():
+        for layer in last_layers:
+            layer.weight.mul_(fraction)
 
 
 def groups_with_decay(model, decay, lr, momentum=0.0):
@@ -75,6 +82,7 @@ model = nn.Sequential(
     nn.Flatten(),
     nn.Linear(96, 10),
 ).to(device)
+start_near_shortcuts(block.inner[-1] for block in model if isinstance(block, Block))
 optimizer = torch.optim.SGD(groups_with_decay(model, 1e-3, lr, momentum), lr=lr, momentum=momentum)
 consequent.attach(optimizer, model, relative_damping=0.3)
 scheduler = warmed_up_cosine(optimizer, steps, warmup=steps // 20)
