@@ -20,7 +20,7 @@ from consequent.engines.gpu.kernels.launch import launch, rehearse
 
 DENSE = {"_gram": 1, "_factor": 1, "_solve": 1, "_look": 1, "_write": 1}
 FEATURES = {"_factorise": 1, "_first_product": 1, "_second_product": 1}
-LAGS = {"_multiply_rows": 1, "_multiply_groups": 2, "_put_lags": 4}
+LAGS = {"_multiply": 3, "_put_lags": 4}
 EXPECTED = {
     "ResNet-20": FEATURES | LAGS | {"_turn_around": 2, "_multiply_strips": 1, "_add_splits": 1, "_pad": 1},
     "ResNet-20, channels first": FEATURES
