@@ -250,6 +250,42 @@ def test_the_copy_of_an_attached_torch_optimizer_is_plain(name):
     check_same(other, twin, rtol=1e-9, atol=0)  # load_state_dict rounds NAdam's mu_product
 
 
+@pytest.mark.parametrize("copier", PAIR_COPIERS)
+def test_a_copied_pair_goes_on_from_averaged_moments(copier):
+    model = make_model()
+    optimizer = consequent.CSGD(model, lr=LR, damping=0.2, averaging=0.7, refresh=2)
+    train(model, optimizer)
+    pair = PAIR_COPIERS[copier]((model, optimizer))
+    for one in ((model, optimizer), pair):
+        train(*one, BATCHES[3:])
+    check_same(pair[0], model, rtol=0, atol=0)
+    assert pair[1].correction.counters == optimizer.correction.counters
+
+
+@pytest.mark.parametrize("copier", PAIR_COPIERS)
+def test_settings_that_were_changed_since_are_copied(copier):
+    model = make_model()
+    optimizer = consequent.CSGD(model, lr=LR, damping=0.2)
+    correction = optimizer.correction
+    changed = {"loss_reduction": "sum", "damping": 0.5, "bound": None, "largest_block": 5, "check": True}
+    for name, value in changed.items():
+        setattr(correction, name, value)
+    _, copied = PAIR_COPIERS[copier]((model, optimizer))
+    assert {name: getattr(copied.correction, name) for name in changed} == changed
+
+
+def test_a_pair_is_copied_after_a_layer_was_frozen():
+    """Whose average has begun anew."""
+    model = make_model()
+    optimizer = consequent.CSGD(model, lr=LR, damping=0.2, averaging=0.7)
+    train(model, optimizer)
+    model[0].bias.requires_grad_(False)
+    pair = copy.deepcopy((model, optimizer))
+    for one in ((model, optimizer), pair):
+        train(*one, BATCHES[3:])
+    check_same(pair[0], model, rtol=0, atol=0)
+
+
 def test_copied_options_stay():
     model = make_model()
     twin = twin_of(model)

@@ -69,9 +69,11 @@ class _Consequentialist(Optimizer):
                 group |= dampings
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        own = {"damping": self._damping, "options": self._options, "model": self.correction.model}
-        return {**state, **own, "is_attached": self.correction.optimizer is not None}
+        correction = self.correction
+        options = {**self._options, "loss_reduction": correction.loss_reduction, "check": correction.check}
+        own = {"damping": self._damping, "options": options, "model": correction.model}
+        own |= {"correction_state": correction.state_dict(), "is_attached": correction.optimizer is not None}
+        return super().__getstate__() | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
@@ -80,7 +82,7 @@ class _Consequentialist(Optimizer):
             super().__setstate__(state)
             return
         self._damping, self._options = state.pop("damping"), state.pop("options")
-        is_attached = state.pop("is_attached", True)
+        is_attached, correction_state = state.pop("is_attached", True), state.pop("correction_state", None)
         super().__setstate__(state)
         if "_modules" not in vars(model):
             raise TypeError(
@@ -88,6 +90,8 @@ class _Consequentialist(Optimizer):
                 "Keep the optimiser outside of the model, or save both by their state_dict()."
             )
         self.correction = Consequentialism(model, self._damping, **self._options).attach(self)
+        if correction_state is not None:  # pickles of earlier versions have none
+            self.correction.load_state_dict(correction_state)
         if not is_attached:
             self.correction.detach()
 

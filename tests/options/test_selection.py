@@ -85,6 +85,47 @@ def test_reasons():
     }
 
 
+class Scaled(nn.Linear):
+    """Has a parameter that is no part of its product."""
+
+    def __init__(self, features):
+        super().__init__(features, features)
+        self.gain = nn.Parameter(torch.ones(features))
+
+    def forward(self, inputs):
+        return super().forward(inputs) * self.gain
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, inputs):
+        return inputs * self.scale
+
+
+def test_bare_parameters_are_told_of():
+    model = nn.Sequential(Scaled(3), nn.Linear(3, 3), Scale())
+    model.temperature = nn.Parameter(torch.ones(()))
+    model.many = nn.ParameterList([torch.zeros(3)] * 5)
+    elsewhere = nn.Parameter(torch.ones(2, 4))
+    correction = consequent.attach(torch.optim.SGD([*model.parameters(), elsewhere], lr=0.1), model)
+    assert correction.plain == {
+        "": "bare parameters, in none of its layers, stay plain: temperature",
+        "2": "Scale is none of the layers that can be corrected; its parameters stay plain: scale",
+        "many": "ParameterList is none of the layers that can be corrected; its parameters stay plain: 0, 1, 2, … "
+        "(5 in all)",
+    }
+    lines = repr(correction).splitlines()
+    assert (
+        lines[2]
+        == "    0                   Scaled, 4 input columns, side chosen at the first step; its gain stays plain"
+    )
+    assert lines[5].startswith("    (the model itself)  bare parameters")
+    assert lines[8] == "  not in the model, and plain: 1 of the optimiser's parameters, of shape [2, 4]"
+
+
 @pytest.mark.parametrize("kind", [list, iter], ids=["list", "iterator"])
 def test_patterns_may_come_from_any_iterable(kind):
     """They are needed again when a layer joins the optimiser later."""

@@ -57,6 +57,17 @@ class Graph(nn.Module):
         return torch.zeros(len(nodes), 2).index_add(0, edges[0], self.layer(nodes)[edges[1]])
 
 
+class AtATime(nn.Module):
+    """One number for all samples comes first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, time, x):
+        return self.layer(x) * time
+
+
 class Tokens(nn.Module):
     """A vector of logits for every token."""
 
@@ -82,6 +93,16 @@ IMPLAUSIBLE = {
         Graph,
         lambda m: m(torch.randint(0, 5, (2, 8)), torch.randn(5, 3)).square().mean(),
         r"2 samples.*\[2, 8\].*\[5, 2\]",
+    ),
+    "one number first": (
+        AtATime,
+        lambda m: m(torch.rand(1), torch.randn(5, 3)).square().mean(),
+        r"1 sample,.*shape \[1\].*\[5, 2\]",
+    ),
+    "the tokens of one sequence": (
+        Tokens,
+        lambda m: functional.cross_entropy(m(SEQUENCES[:1]).mT, LABELS[:1]),
+        r"1 sample,.*over all positions .* of the outputs \[1, 6, 5\]",
     ),
     "flattened tokens": (
         lambda: Tokens(lambda z: z.flatten(0, 1)),
@@ -129,6 +150,14 @@ PLAUSIBLE = {
     "one image without a leading dimension": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()),
         lambda m: m(torch.randn(3, 4, 4)).square().mean(),
+    ),
+    "one grey image without a leading dimension": (
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU()),
+        lambda m: m(torch.randn(1, 4, 4)).square().mean(),
+    ),
+    "one sample": (
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.Flatten(0)),
+        lambda m: m(torch.randn(1, 3)).square().mean(),
     ),
     "a vector": (lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU()), lambda m: m(torch.randn(3)).square().mean()),
     "a lone layer": (lambda: nn.Linear(3, 4), lambda m: m(torch.randn(6, 2, 3)).square().mean()),

@@ -86,6 +86,7 @@ class Entries:
             return self.latest
         if not is_batched and inputs.numel() == entry.elements and _is_data(inputs, entry):
             entry.samples = max(samples, 1)  # they are in no leading dimension of what entered the model
+            entry.is_counted_by_layer = True
         return entry
 
     def called_without_graph(self) -> None:

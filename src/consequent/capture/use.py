@@ -19,9 +19,10 @@ class Entry:
 
     Attributes:
         module: what was called.
-        samples: the leading dimension of the first tensor that entered.
+        samples: the leading dimension of the first tensor that entered, unless a layer knows better.
         elements: of that tensor.
         address: of its memory.
+        is_counted_by_layer: whether one does: its samples are elsewhere, or it is a single one.
         builds_graph: whether the call builds autograd's graph.
         nodes: weak references to a few of the graph's nodes that came about in it.
         input_shape: of the first tensor that entered; None where a layer was called by itself or it has none.
@@ -35,6 +36,7 @@ class Entry:
     samples: int
     elements: int
     address: int = -1
+    is_counted_by_layer: bool = False
     builds_graph: bool = field(default_factory=torch.is_grad_enabled)
     nodes: "list[weakref.ref[Any]]" = field(default_factory=list)
     input_shape: tuple[int, ...] | None = None

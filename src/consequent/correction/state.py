@@ -20,8 +20,7 @@ VERSION = 2  # of state dicts
 def state_of(correction: "Consequentialism", parts: Parts) -> dict[str, Any]:
     """A state dict; dampings of parameter groups are in the optimiser's own."""
     reduction, averages = correction.loss_reduction, parts.rewriter.averages
-    names = {weight: name for name, (weight, *_) in reversed(weights_of(parts.capture).items())}
-    kept = {"averages": averages.state_dict(names)} if averages.are_used else {}
+    kept = {"averages": averages.state_dict(weights_of(parts.capture))} if averages.are_used else {}
     return {
         **kept,
         "version": VERSION,

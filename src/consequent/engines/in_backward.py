@@ -8,7 +8,8 @@ from torch import Tensor
 from consequent.capture.at_backward import Gathered
 from consequent.capture.torch_internals import answers_at_once
 from consequent.capture.use import JointUse, Use
-from consequent.layers.embedding import Embedding, EmbeddingBag
+from consequent.layers.embedding import Embedding
+from consequent.layers.embedding_bag import EmbeddingBag
 from consequent.maths.damping import Damping
 from consequent.maths.precision import in_full_precision
 from consequent.maths.ridge import solve_on

@@ -7,7 +7,8 @@ from torch import nn
 
 from consequent.layers.attention import Attention
 from consequent.layers.convolution import Convolution
-from consequent.layers.embedding import Embedding, EmbeddingBag
+from consequent.layers.embedding import Embedding
+from consequent.layers.embedding_bag import EmbeddingBag
 from consequent.layers.joint import Joint
 from consequent.layers.linear import Linear, TransposedLinear
 from consequent.layers.operation import Operation

@@ -18,7 +18,6 @@ from consequent.layers.windowed import Windowed, each
 COST_OF_COPYING = 64
 
 _CONVOLVE = (torch.conv1d, torch.conv2d, torch.conv3d)
-_convolution_backward = torch.ops.aten.convolution_backward.default
 
 
 @dataclass(frozen=True)
@@ -28,12 +27,10 @@ class Convolution(Windowed):
     Attributes:
         padding: before and after the image, in each spatial dimension.
         padding_mode: what the padding consists of; canonical operations have zeros, the same number on both sides.
-        seen: the layer's own settings, to tell whether they have changed.
     """
 
     padding: tuple[tuple[int, int], ...]
     padding_mode: str = "zeros"
-    seen: tuple[Any, ...] = ()
 
     module_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -53,12 +50,12 @@ class Convolution(Windowed):
             padding=tuple(_sides(layer.padding, layer.kernel_size, layer.dilation)),
             dilation=tuple(layer.dilation),
             padding_mode=layer.padding_mode,
-            seen=_settings(layer),
+            seen=cls._seen_in(layer),
         )
 
-    def is_current(self, layer: Any) -> bool:
-        """Whether the layer has the same settings still."""
-        return self.seen == _settings(layer) and layer._parameters["weight"].shape == self.weight_shape
+    @classmethod
+    def _seen_in(cls, layer: Any) -> tuple[Any, ...]:
+        return (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode)
 
     def canonical(self, inputs: Tensor) -> Canonical | None:
         """The call with these inputs, with or without a leading dimension of images."""
@@ -119,38 +116,10 @@ class Convolution(Windowed):
     def _zeros(self) -> tuple[int, ...]:
         return tuple(before for before, _ in self.padding)
 
-    def input_gradient(self, output_grad: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
-        """``Wᵀ ΔZ``."""
-        return self._backward(output_grad, inputs, weight, (True, False, False))[0]
-
-    def weight_gradient(self, inputs: Tensor, output_grad: Tensor) -> Tensor:
-        """``ΔZ Xᵀ``."""
-        weight = output_grad.new_empty(self.weight_shape)  # only its shape is looked at
-        return self._backward(output_grad, inputs, weight, (False, True, False))[1]
-
-    def gradients(
-        self, output_grad: Tensor, inputs: Tensor, weight: Tensor, with_bias: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """``Wᵀ ΔZ``, ``ΔZ Xᵀ`` and the sum of ``ΔZ``."""
-        return self._backward(output_grad, inputs, weight, (True, True, with_bias))
-
-    def bias_gradient(self, output_grad: Tensor) -> Tensor:
-        """The sum of ``ΔZ`` over images and positions."""
-        return output_grad.sum((0, *range(2, output_grad.ndim)))
-
-    def _backward(
-        self, output_grad: Tensor, inputs: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        gradients: tuple[Tensor, Tensor, Tensor] = _convolution_backward(
-            output_grad, inputs, weight, *self._settings, wanted
-        )
-        return gradients
-
     @cached_property
-    def _settings(self) -> tuple[Any, ...]:
-        """Of torch's backward pass: not transposed, no padding of the outputs."""
+    def _geometry(self) -> tuple[Any, ...]:
         none = (0,) * self.spatial_dims
-        return (self.outputs,), self.stride, self._zeros, self.dilation, False, none, self.groups
+        return self.stride, self._zeros, self.dilation, False, none, self.groups
 
     # ---- as matrices ------------------------------------------------------------------------------------------------
 
@@ -209,10 +178,6 @@ class Convolution(Windowed):
             weighted = weighted * seen.view(-1, *[1] * (self.spatial_dims - 1 - dim))
         correlations = weighted.flatten(1) @ images.flatten(1).T
         return correlations + prod(output_size) if ones else correlations
-
-
-def _settings(layer: Any) -> tuple[Any, ...]:
-    return (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode)
 
 
 def _sides(padding: Any, kernel_size: Any, dilation: Any) -> list[tuple[int, int]]:

@@ -67,13 +67,6 @@ class Linear(Operation):
         """``ΔZ Xᵀ``."""
         return output_grad.mT @ inputs
 
-    def gradients(
-        self, output_grad: Tensor, inputs: Tensor, weight: Tensor, with_bias: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """``Wᵀ ΔZ``, ``ΔZ Xᵀ`` and the sum of ``ΔZ``."""
-        bias_grad = output_grad.sum(0) if with_bias else None
-        return output_grad @ weight, output_grad.mT @ inputs, bias_grad
-
     def bias_gradient(self, output_grad: Tensor) -> Tensor:
         """The sum of ``ΔZ`` over all rows."""
         return output_grad.sum(0)
@@ -148,13 +141,6 @@ class TransposedLinear(Linear):
     def weight_gradient(self, inputs: Tensor, output_grad: Tensor) -> Tensor:
         """``X ΔZᵀ``."""
         return inputs.mT @ output_grad
-
-    def gradients(
-        self, output_grad: Tensor, inputs: Tensor, weight: Tensor, with_bias: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """``Wᵀ ΔZ``, ``X ΔZᵀ`` and the sum of ``ΔZ``."""
-        bias_grad = output_grad.sum(0) if with_bias else None
-        return output_grad @ weight.mT, inputs.mT @ output_grad, bias_grad
 
     def weight_matrix(self, weight: Tensor) -> Tensor:
         """``[1, out_features, features]``."""

@@ -43,7 +43,6 @@ class TransposedConvolution(Windowed):
         dilation: from one tap to the next, in pixels of the output (d).
         padding: pixels of the output that are left out at either end, in each spatial dimension (π).
         output_padding: pixels that the output is longer at its end, likewise.
-        seen: the layer's own settings, to tell whether they have changed.
 
     Example:
         >>> operation = TransposedConvolution.of(nn.ConvTranspose1d(1, 1, 2, stride=2))
@@ -59,7 +58,6 @@ class TransposedConvolution(Windowed):
 
     padding: tuple[int, ...]
     output_padding: tuple[int, ...]
-    seen: tuple[Any, ...] = ()
 
     has_rows_of_outputs: ClassVar[bool] = False  # the weight is [channels, outputs, …]
     module_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -80,12 +78,12 @@ class TransposedConvolution(Windowed):
             padding=tuple(layer.padding),
             output_padding=tuple(layer.output_padding),
             dilation=tuple(layer.dilation),
-            seen=_settings(layer),
+            seen=cls._seen_in(layer),
         )
 
-    def is_current(self, layer: Any) -> bool:
-        """Whether the layer has the same settings still."""
-        return self.seen == _settings(layer) and layer._parameters["weight"].shape == self.weight_shape
+    @classmethod
+    def _seen_in(cls, layer: Any) -> tuple[Any, ...]:
+        return (layer.kernel_size, layer.stride, layer.padding, layer.output_padding, layer.dilation, layer.groups)
 
     def inputs_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The images; None if an ``output_size`` asks for another geometry than the layer's (:meth:`with_output_size`).
@@ -169,39 +167,9 @@ class TransposedConvolution(Windowed):
         geometry = (self.stride, self.padding, self.output_padding, self.groups, self.dilation)
         return convolve(inputs, weight, bias, *geometry)
 
-    def input_gradient(self, output_grad: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
-        """``Wᵀ ΔZ``."""
-        return self._backward(output_grad, inputs, weight, (True, False))[0]
-
-    def weight_gradient(self, inputs: Tensor, output_grad: Tensor) -> Tensor:
-        """``ΔZ Xᵀ``."""
-        weight = output_grad.new_empty(self.weight_shape)  # only its shape is looked at
-        return self._backward(output_grad, inputs, weight, (False, True))[1]
-
-    def gradients(
-        self, output_grad: Tensor, inputs: Tensor, weight: Tensor, with_bias: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """``Wᵀ ΔZ``, ``ΔZ Xᵀ`` and the sum of ``ΔZ``."""
-        bias_grad = self.bias_gradient(output_grad) if with_bias else None
-        return *self._backward(output_grad, inputs, weight, (True, True)), bias_grad
-
-    def _backward(
-        self, output_grad: Tensor, inputs: Tensor, weight: Tensor, wanted: tuple[bool, bool]
-    ) -> tuple[Tensor, Tensor]:
-        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
-            output_grad,
-            inputs,
-            weight,
-            None,
-            self.stride,
-            self.padding,
-            self.dilation,
-            True,
-            self.output_padding,
-            self.groups,
-            (*wanted, False),
-        )
-        return gradients[0], gradients[1]
+    @cached_property
+    def _geometry(self) -> tuple[Any, ...]:
+        return self.stride, self.padding, self.dilation, True, self.output_padding, self.groups
 
     # ---- as matrices ------------------------------------------------------------------------------------------------
 
@@ -327,10 +295,6 @@ class _Taps(NamedTuple):
     dilation: int  # from one of these taps to the next, in pixels of the input
     before: int  # zeros before the image; below 0, so many pixels are left out
     after: int  # zeros behind it
-
-
-def _settings(layer: Any) -> tuple[Any, ...]:
-    return (layer.kernel_size, layer.stride, layer.padding, layer.output_padding, layer.dilation, layer.groups)
 
 
 def _fitted(images: Tensor, sides: Sides) -> Tensor:

@@ -58,10 +58,7 @@ def tf32_products() -> Iterator[None]:
         yield
         return
     backend, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
-    try:
-        level = torch.get_float32_matmul_precision()
-    except RuntimeError:  # mixed, see below
-        level = None
+    level = _common_level()
     if level is None:
         backend.fp32_precision = "tf32"
     else:
@@ -87,20 +84,25 @@ def _products_are_rounded() -> bool:
     return bool(on_gpu or torch.backends.mkldnn.matmul.fp32_precision in ("tf32", "bf16"))  # type: ignore[attr-defined]
 
 
+def _common_level() -> str | None:
+    """What the older of torch's two ways says of products; None where the user has mixed them.
+
+    Whoever reads the one while only the other was changed gets an error: so the older one, which changes both, is used
+    where it can be.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
 @contextmanager
 def _unrounded_products() -> Iterator[None]:
-    """Products of float32 numbers as they are, on GPUs and CPUs.
-
-    torch has an older and a newer way to say so, and whoever reads the one while only the other was changed gets an
-    error: so the older one, which changes both, is used where the user has not mixed them.
-    """
+    """Products of float32 numbers as they are, on GPUs and CPUs."""
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     common = torch.backends.fp32_precision  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
-    try:
-        level = torch.get_float32_matmul_precision()
-    except RuntimeError:  # mixed
-        level = None
+    level = _common_level()
     global _withheld
     withheld = int(_are_tf32_on_gpu())
     _withheld += withheld

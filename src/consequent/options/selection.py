@@ -52,7 +52,7 @@ def select_layers(model: nn.Module, include: Patterns | None, exclude: Patterns)
             continue  # its parameters are those of the attention
         kind, joint = kind_of(module), joint_of(module)
         if kind is None and joint is None:
-            reason = f"{type(module).__name__} is none of the layers that can be corrected"
+            reason = _no_layer(module)
         elif name in unwanted:
             reason = "excluded"
         elif wanted is not None and name not in wanted:
@@ -87,6 +87,18 @@ def readable_name(name: str) -> str:
 
 def _has_parameters(module: nn.Module) -> bool:
     return any(p is not None for p in module._parameters.values()) or hasattr(module, "parametrizations")
+
+
+def _no_layer(module: nn.Module) -> str:
+    """Why parameters stay plain whose module is none of the kinds."""
+    reason = f"{type(module).__name__} is none of the layers that can be corrected"
+    names = [name for name, parameter in module._parameters.items() if parameter is not None]
+    if not names or "weight" in names:
+        return reason
+    shown = ", ".join(names if len(names) <= 4 else [*names[:3], f"… ({len(names)} in all)"])
+    if any(True for _ in module.children()):
+        return f"bare parameters, in none of its layers, stay plain: {shown}"
+    return f"{reason}; its parameters stay plain: {shown}"
 
 
 def _names_of_kinds() -> str:

@@ -33,7 +33,22 @@ def describe(
         divisor: what the last step's loss was taken to be divided by; None before the first step.
         source: where that comes from.
     """
-    reduction = named(correction.loss_reduction)
+    corrected, plain = correction.corrected, correction.plain
+    rows = {name: _how(layer, groups, sides.get(name, "")) for name, layer in corrected.items()}
+    width = max(len(_shown(name)) for name in (*corrected, *plain))
+    lines = [_heading(correction, groups), f"  corrected ({len(corrected)}):"]
+    lines += [f"    {_shown(name):{width}}  {row}" for name, row in rows.items()]
+    lines.append(f"  plain ({len(plain)}):")
+    lines += [f"    {_shown(name):{width}}  {reason}" for name, reason in plain.items()]
+    return "\n".join(lines + _notes(correction, groups, divisor, source))
+
+
+def _shown(name: str) -> str:
+    return name or "(the model itself)"
+
+
+def _heading(correction: "Consequentialism", groups: Groups) -> str:
+    """The settings, and what it is attached to."""
     names = " and ".join(type(optimizer).__name__ for optimizer in correction.optimizers)
     where = f"attached to {names}" if names else "not attached"
     if groups.lost_its_optimizer:
@@ -42,66 +57,80 @@ def describe(
         dampings = " and ".join(map(str, groups.dampings()))
     except (TypeError, ValueError) as error:  # which the next step will raise
         dampings = f"unusable: {error}"
-    others = [] if correction.at == "step" else [f"at={correction.at!r}"]
+    settings = [dampings, f"loss_reduction={named(correction.loss_reduction)!r}"]
+    if correction.at != "step":
+        settings.append(f"at={correction.at!r}")
     if correction.averaging > 0 or correction.refresh > 1:
-        others += [f"averaging={correction.averaging:g}", f"refresh={correction.refresh}"]
+        settings += [f"averaging={correction.averaging:g}", f"refresh={correction.refresh}"]
     if correction.largest_block is not None:
-        others.append(f"largest_block={correction.largest_block}")
-    others.append(f"bound={correction.bound}")
-    further = "".join(f", {other}" for other in others)
-    lines = [f"Consequentialism({dampings}, loss_reduction={reduction!r}{further}), {where}"]
-    corrected, plain = correction.corrected, correction.plain
-    width = max(len(name) for name in (*corrected, *plain, ""))
+        settings.append(f"largest_block={correction.largest_block}")
+    settings.append(f"bound={correction.bound}")
+    return f"Consequentialism({', '.join(settings)}), {where}"
 
-    def line(name: str, text: str) -> str:
-        return f"    {name or '(the model itself)':{width}}  {text}"
 
-    lines.append(f"  corrected ({len(corrected)}):")
-    for name, layer in corrected.items():
-        kind = kind_of(layer)
-        if kind is None:
-            solves = len(_weights_of(layer))
-            lines.append(
-                line(name, f"{type(layer).__name__}, {solves} {'solve' if solves == 1 else 'solves'}, by features")
-            )
-            continue
-        operation = kind.of(layer)
-        layer_type = type(layer).__name__ + (f" × {operation.groups} groups" if operation.groups > 1 else "")
-        if not layer.weight.requires_grad:
-            lines.append(line(name, f"{layer_type}, its bias alone: the weight is frozen"))
-            continue
-        columns = operation.features + (getattr(layer, "bias", None) is not None)
-        side = {
-            "samples": "solved on the sample side",
-            "features": f"solved on the feature side, {columns} × {columns}",
-            "blocks": "solved on the feature side, in blocks",
-        }.get(sides.get(name, ""), "side chosen at the first step")
-        parts: dict[str, Any] = {"weight": layer.weight, "bias": getattr(layer, "bias", None)}
-        missing = [part for part, p in parts.items() if p is not None and p.requires_grad and not groups.owns(p)]
-        without = f"; its {missing[0]} is in none of the optimisers" if missing else ""
-        lines.append(line(name, f"{layer_type}, {columns} input columns, {side}{without}"))
-    lines.append(f"  plain ({len(plain)}):")
-    lines += [line(name, reason) for name, reason in plain.items()]
-    if any(isinstance(getattr(layer, "bias", None), Tensor) for layer in corrected.values()):
-        lines.append("  input columns: those of the layer's inputs, and one of ones for its bias if it has one")
+def _how(layer: nn.Module, groups: Groups, side: str) -> str:
+    """How a layer is corrected."""
+    kind = kind_of(layer)
+    besides = "".join(f"; its {name} stays plain" for name in _parameters_besides(layer))
+    if kind is None:
+        solves = len(_weights_of(layer))
+        return f"{type(layer).__name__}, {solves} {'solve' if solves == 1 else 'solves'}, by features{besides}"
+    operation = kind.of(layer)
+    layer_type = type(layer).__name__ + (f" × {operation.groups} groups" if operation.groups > 1 else "")
+    weight, bias = layer.weight, getattr(layer, "bias", None)
+    assert isinstance(weight, Tensor)
+    if not weight.requires_grad:
+        return f"{layer_type}, its bias alone: the weight is frozen{besides}"
+    columns = operation.features + (bias is not None)
+    solved = {
+        "samples": "solved on the sample side",
+        "features": f"solved on the feature side, {columns} × {columns}",
+        "blocks": "solved on the feature side, in blocks",
+    }.get(side, "side chosen at the first step")
+    for part, parameter in (("weight", weight), ("bias", bias)):
+        if isinstance(parameter, Tensor) and parameter.requires_grad and not groups.owns(parameter):
+            besides = f"; its {part} is in none of the optimisers{besides}"
+            break
+    return f"{layer_type}, {columns} input columns, {solved}{besides}"
+
+
+def _notes(correction: "Consequentialism", groups: Groups, divisor: float | None, source: str) -> list[str]:
+    """What is said below the layers."""
+    notes = []
+    inside = set(correction.model.parameters())
+    outside = [list(parameter.shape) for parameter in groups.parameters() if parameter not in inside]
+    if outside:
+        shapes = ", ".join(map(str, outside[:3])) + (", …" if len(outside) > 3 else "")
+        notes.append(f"  not in the model, and plain: {len(outside)} of the optimiser's parameters, of shape {shapes}")
+    if any(isinstance(getattr(layer, "bias", None), Tensor) for layer in correction.corrected.values()):
+        notes.append("  input columns: those of the layer's inputs, and one of ones for its bias if it has one")
     if correction.bound is not None:
-        lines.append(f"  bound: {_bound_in_words(correction)}")
+        notes.append(f"  bound: {_bound_in_words(correction)}")
     norms = sum(isinstance(module, _BatchNorm) for module in correction.model.modules())
     if norms:
-        lines.append(
+        notes.append(
             f"  BatchNorm layers: {norms}; the paper found that they conflict with the correction, try without"
         )
     counters = correction.counters
-    counts = ", ".join(f"{name} {count}" for name, count in asdict(counters).items())
-    lines.append(f"  counters: {counts}")
+    notes.append("  counters: " + ", ".join(f"{name} {count}" for name, count in asdict(counters).items()))
     if counters.skipped:
-        lines.append(f"  NaN or inf was met in {counters.skipped} steps, which were skipped. {REMEDY}")
+        notes.append(f"  NaN or inf was met in {counters.skipped} steps, which were skipped. {REMEDY}")
     if divisor is not None:
-        lines.append(
+        notes.append(
             f"  samples at the last step: {correction.samples}; its loss was taken for a sum divided by {divisor:g} "
             f"({source})"
         )
-    return "\n".join(lines)
+    return notes
+
+
+def _parameters_besides(layer: nn.Module) -> list[str]:
+    """The names of a corrected layer's own parameters that are no part of its products."""
+    joint = joint_of(layer)
+    parts = layer._parameters.items()
+    if joint is None:
+        return [name for name, p in parts if p is not None and name not in ("weight", "bias")]
+    solved = {p for unit in joint.parameters(layer) for p in unit}
+    return [name for name, p in parts if p is not None and p not in solved]
 
 
 def _weights_of(layer: nn.Module) -> list[Any]:

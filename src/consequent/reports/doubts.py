@@ -25,15 +25,15 @@ def doubt_about_samples(passes: Iterable[Iterable[Entry]], model: nn.Module) -> 
 
 
 def _doubt(entry: Entry) -> str | None:
-    """What is suspicious about one forward pass. A single sample may have no leading dimension at all."""
+    """What is suspicious about one forward pass; outputs of a single sample may have no leading dimension."""
     inputs, outputs = entry.input_shape, entry.output_shape
-    if inputs is None or not outputs or entry.samples <= 1:
+    if inputs is None or not outputs or entry.samples == 0 or (entry.samples == len(outputs) == 1):
         return None
     counted = (
-        f"the loss is taken for a mean over {entry.samples} samples, the leading dimension of the first tensor that "
+        f"the loss is taken for a mean over {_counted(entry.samples)}, the leading dimension of the first tensor that "
         f"entered the model, which has shape {list(inputs)}"
     )
-    if outputs[0] != entry.samples == inputs[0]:  # otherwise a layer knew better than the leading dimension
+    if outputs[0] != entry.samples and not entry.is_counted_by_layer:
         return f"{counted}; but the outputs have shape {list(outputs)}. {_REMEDY}"
     if entry.has_mean_over_positions:
         return (
@@ -48,3 +48,7 @@ def _doubt(entry: Entry) -> str | None:
             'module that you call, "mse" for F.mse_loss, or the function, as loss_reduction=F.huber_loss'
         )
     return None
+
+
+def _counted(samples: int) -> str:
+    return "1 sample" if samples == 1 else f"{samples} samples"

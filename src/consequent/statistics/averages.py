@@ -204,15 +204,23 @@ class Averages:
         self._of = {weight: average for weight, average in self._of.items() if weight in biases}
         self._biases = biases
 
-    def state_dict(self, names: dict[Tensor, str]) -> dict[str, Any]:
-        """What a later run goes on from, by the names of the weights' layers; the biases in the model's order."""
+    def state_dict(self, weights: dict[str, tuple[Tensor, int, int]]) -> dict[str, Any]:
+        """What a later run goes on from, by the names of the weights' layers; the biases in the model's order.
+
+        An average begins anew where what is trained has changed since: it is left out.
+
+        Args:
+            weights: that of each layer by its name, its groups, and the columns of its inputs without those of biases.
+        """
+        names = {weight: name for name, (weight, *_) in reversed(weights.items())}  # the first of several
         kept = {}
         for weight, average in self._of.items():
-            if weight in names:
+            name = names.get(weight)
+            still = [bias for bias in average.biases if bias.requires_grad]
+            if name is not None and average.has(weights[name][2], self._trained(weight, still)):
                 place = {bias: number for number, bias in enumerate(self._biases[weight])}
                 in_order = sorted(average.biases, key=lambda bias: place.get(bias, len(place)))
-                moment = average.moment_of(in_order)
-                kept[names[weight]] = {"moment": moment, "rows": average.rows, "age": average.age}
+                kept[name] = {"moment": average.moment_of(in_order), "rows": average.rows, "age": average.age}
         return kept
 
     def load_state_dict(self, state: dict[str, Any], weights: dict[str, tuple[Tensor, int, int]]) -> None:
@@ -220,7 +228,7 @@ class Averages:
 
         Args:
             state: of :meth:`state_dict`.
-            weights: that of each layer by its name, its groups, and the columns of its inputs without those of biases.
+            weights: as there.
         """
         found: dict[Tensor, Average] = {}
         for name, saved in state.items():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from consequent.capture.edits import multiple
 from consequent.capture.use import Use
-from consequent.layers.embedding import EmbeddingBag
+from consequent.layers.embedding_bag import EmbeddingBag
 from consequent.layers.operation import at_least_float32
 from consequent.maths.damping import Damping
 from consequent.maths.ridge import damped_solve_or_fall_back

@@ -196,7 +196,7 @@ def test_conv1d_with_edited_gradients(clip):
     tokens = torch.randint(0, WORDS, (1, LENGTH))
     for m in (model, twin):
         optimizer = torch.optim.SGD(m.parameters(), lr=0.01)
-        consequent.attach(optimizer, m, damping=0.1)
+        consequent.attach(optimizer, m, damping=0.1, loss_reduction="tokens")
         m(input_ids=tokens, labels=tokens).loss.backward()
         if clip == "norm":
             nn.utils.clip_grad_norm_(m.parameters(), 0.01)

@@ -1,4 +1,4 @@
-"""The kernels compile for GPUs that are not here."""
+"""Which kernels are compiled, and when, for GPUs that are not here."""
 
 import json
 import os
@@ -9,6 +9,18 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
+
+DENSE = {"_gram": 1, "_factor": 1, "_solve": 1, "_look": 1, "_write": 1}
+FEATURES = {"_factorise": 1, "_first_product": 1, "_second_product": 1}
+LAGS = {"_multiply": 3, "_put_lags": 4}
+EXPECTED = {
+    "ResNet-20": FEATURES | LAGS | {"_turn_around": 2, "_multiply_strips": 1, "_add_splits": 1, "_pad": 1},
+    "ResNet-20, channels first": FEATURES
+    | LAGS
+    | {"_turn_around": 3, "_multiply_strips": 1, "_add_splits": 1, "_pad": 1},
+    "MLP 3072-8×800-10, batch 32": DENSE,
+    "MLP 256-5×256-10, batch 16384": FEATURES | {"_pad": 1},
+}
 
 
 def printed_by(script, *arguments):
@@ -41,3 +53,14 @@ def test_every_kernel_compiles_as_it_is_launched(arguments):
     made_later = {name for name in found["compiled"] if name.startswith("table.write_")}
     assert made_later
     assert set(found["compiled"]) - made_later == set(found["kernels"]), "one that nothing launches, or not here"
+
+
+def test_what_is_compiled_for_known_networks():
+    assert json.loads(printed_by("count_compilations.py")) == EXPECTED, "each compilation takes a second or several"
+
+
+def test_all_that_first_steps_launch_was_foreseen():
+    found = json.loads(printed_by("foresee_kernels.py"))
+    assert all(network["launched"] for network in found.values())
+    unforeseen = {name: network["unforeseen"] for name, network in found.items() if network["unforeseen"]}
+    assert unforeseen == {}

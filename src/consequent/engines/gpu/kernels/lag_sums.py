@@ -68,28 +68,25 @@ def _put_lags(
         channel = element // channels
         other_channel = element % channels
         real = element < channels * channels
+        T: tl.constexpr = SLOTS * BLOCK
+        TILE: tl.constexpr = GROUP * BLOCK * T
+        STRIPS: tl.constexpr = (3 * GROUP + 9 + SLOTS) // SLOTS
+        blocks = tl.cdiv(channels, BLOCK)
+        job_size = blocks * blocks * (STRIPS * TILE)
+        tile = ((channel // BLOCK) * blocks + other_channel // BLOCK) * STRIPS
+        within = tile * TILE + (channel % BLOCK) * T + other_channel % BLOCK
+        job = tl.arange(0, JOBS)
+        row_region, group_region, _ = region_of(job, middle, along_row, along_column)
+        in_first_row = (row_region == 0)[:, None]
+        in_last_row = (row_region == tl.where(height > 1, 2, 0))[:, None]
+        there = (job < jobs)[:, None] & real[None, :]
+        places = products + layer.to(tl.int64) * jobs * job_size
+        if WIDE:
+            job = job.to(tl.int64)
+        places += (job * job_size)[:, None] + within[None, :]
         everything, first_row, last_row, first_column, last_column, first_first, first_last, last_first, last_last = (
             _sums_of_lag(
-                products,
-                layer,
-                lag_y,
-                lag_x,
-                channel,
-                other_channel,
-                real,
-                width,
-                jobs,
-                middle,
-                along_row,
-                along_column,
-                height,
-                channels,
-                GROUP,
-                BLOCK,
-                SLOTS,
-                WIDE,
-                PART,
-                JOBS,
+                places, there, in_first_row, in_last_row, group_region, lag_y, lag_x, width, GROUP, BLOCK, SLOTS
             )
         )
         for row_tap in tl.static_range(3):
@@ -125,80 +122,51 @@ def _put_lags(
 
 
 @triton.jit
+def _offset_of(lag_y, lag_x, across, GROUP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr):
+    """Where in a job's tiles the products of this lag are, of the pixel that many columns across the group."""
+    T: tl.constexpr = SLOTS * BLOCK
+    slot = slot_of(lag_y, lag_x, across, GROUP, SLOTS)
+    return (slot // SLOTS) * (GROUP * BLOCK * T) + across * (BLOCK * T) + (slot % SLOTS) * BLOCK
+
+
+@triton.jit
 def _sums_of_lag(
-    products,
-    layer,
+    places,
+    there,
+    in_first_row,
+    in_last_row,
+    group_region,
     lag_y,
     lag_x,
-    channel,
-    other_channel,
-    real,
     width,
-    jobs,
-    middle,
-    along_row,
-    along_column,
-    height,
-    channels,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
-    WIDE: tl.constexpr,
-    PART: tl.constexpr,
-    JOBS: tl.constexpr,
 ):
     """The sum over all pixels, the first and last row, the first and last column, and the corners (row, column).
 
     Those of a row are 0 where the lag leads out of it, and so on: nothing is to be taken off.
     """
-    STRIPS: tl.constexpr = (3 * GROUP + 9 + SLOTS) // SLOTS
-    T: tl.constexpr = SLOTS * BLOCK
-    TILE: tl.constexpr = GROUP * BLOCK * T
-    blocks = tl.cdiv(channels, BLOCK)
-    job_size = blocks * blocks * (STRIPS * TILE)
-    tile = ((channel // BLOCK) * blocks + other_channel // BLOCK) * STRIPS
-    within = tile * TILE + (channel % BLOCK) * T + other_channel % BLOCK
-    job = tl.arange(0, JOBS)
-    row_region, group_region, _ = region_of(job, middle, along_row, along_column)
-    in_first_row = (row_region == 0)[:, None]
-    in_last_row = (row_region == tl.where(height > 1, 2, 0))[:, None]
-    wanted = (job < jobs)[:, None] & real[None, :]
-    places = products + layer.to(tl.int64) * jobs * job_size
-    if WIDE:
-        places += (job.to(tl.int64) * job_size)[:, None] + within[None, :]
-    else:
-        places += (job * job_size)[:, None] + within[None, :]
-
-    values = tl.zeros((JOBS, PART), tl.float32)
+    values = tl.zeros(there.shape, tl.float32)
     for across in tl.static_range(GROUP):
-        slot = slot_of(lag_y, lag_x, across, GROUP, SLOTS)
-        offset = (slot // SLOTS) * TILE + across * (BLOCK * T) + (slot % SLOTS) * BLOCK
-        values += tl.load(places + offset, mask=wanted, other=0.0)
+        values += tl.load(places + _offset_of(lag_y, lag_x, across, GROUP, BLOCK, SLOTS), mask=there, other=0.0)
     everything = tl.sum(values, 0)
-    first_row = tl.zeros((PART,), tl.float32)
-    last_row = tl.zeros((PART,), tl.float32)
-    first_column = tl.zeros((PART,), tl.float32)
-    last_column = tl.zeros((PART,), tl.float32)
-    first_first = tl.zeros((PART,), tl.float32)
-    first_last = tl.zeros((PART,), tl.float32)
-    last_first = tl.zeros((PART,), tl.float32)
-    last_last = tl.zeros((PART,), tl.float32)
+    nothing = tl.zeros_like(everything)
+    first_row, last_row, first_column, last_column = nothing, nothing, nothing, nothing
+    first_first, first_last, last_first, last_last = nothing, nothing, nothing, nothing
     if lag_y == 0:
         first_row = tl.sum(tl.where(in_first_row, values, 0.0), 0)
         last_row = tl.sum(tl.where(in_last_row, values, 0.0), 0)
     if lag_x == 0:
-        slot_0 = slot_of(lag_y, lag_x, 0, GROUP, SLOTS)
-        offset_0 = (slot_0 // SLOTS) * TILE + (slot_0 % SLOTS) * BLOCK
-        firsts = tl.load(places + offset_0, mask=wanted & (group_region == 0)[:, None], other=0.0)
+        offset = _offset_of(lag_y, lag_x, 0, GROUP, BLOCK, SLOTS)
+        firsts = tl.load(places + offset, mask=there & (group_region == 0)[:, None], other=0.0)
         first_column = tl.sum(firsts, 0)
         if lag_y == 0:
             first_first = tl.sum(tl.where(in_first_row, firsts, 0.0), 0)
             last_first = tl.sum(tl.where(in_last_row, firsts, 0.0), 0)
-        last = (width - 1) % GROUP  # place of the last pixel in its group
-        slot_1 = slot_of(lag_y, lag_x, last, GROUP, SLOTS)
-        offset_1 = (slot_1 // SLOTS) * TILE + last * (BLOCK * T) + (slot_1 % SLOTS) * BLOCK
+        offset = _offset_of(lag_y, lag_x, (width - 1) % GROUP, GROUP, BLOCK, SLOTS)
         in_last_group = group_region == tl.where(width > GROUP, 2, 0)
-        lasts = tl.load(places + offset_1, mask=wanted & in_last_group[:, None], other=0.0)
+        lasts = tl.load(places + offset, mask=there & in_last_group[:, None], other=0.0)
         last_column = tl.sum(lasts, 0)
         if lag_y == 0:
             first_last = tl.sum(tl.where(in_first_row, lasts, 0.0), 0)

@@ -66,7 +66,7 @@ def _checked(inputs: Sequence[Tensor]) -> list[Tensor]:
     if not inputs:
         raise ValueError("no inputs: give at least one layer's")
     first = inputs[0]
-    check_inputs(first, 4, "tf32")
+    check_inputs(first)
     kind = first.shape, first.stride(), first.dtype, first.device
     for place, other in enumerate(inputs):
         if (other.shape, other.stride(), other.dtype, other.device) != kind:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from consequent.engines.gpu.kernels.launch import launch
-from consequent.engines.gpu.kernels.moment import nearest_tf32
+from consequent.engines.gpu.kernels.moment_programs import nearest_tf32
 from consequent.engines.gpu.kernels.table import device_guard, device_table, floats_at
 
 __all__ = ["padded_rows"]

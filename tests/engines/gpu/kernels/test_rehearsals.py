@@ -1,46 +1,14 @@
-"""How much is compiled before a first step: each compilation takes a second or several."""
+"""Rehearsals: what will be launched is compiled before, by other threads."""
 
-import json
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-
-import consequent
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from consequent.engines.gpu.kernels import launch as launching
 from consequent.engines.gpu.kernels.launch import launch, rehearse
-
-DENSE = {"_gram": 1, "_factor": 1, "_solve": 1, "_look": 1, "_write": 1}
-FEATURES = {"_factorise": 1, "_first_product": 1, "_second_product": 1}
-LAGS = {"_multiply_rows": 1, "_multiply_groups": 2, "_put_lags": 4}
-EXPECTED = {
-    "ResNet-20": FEATURES | LAGS | {"_turn_around": 2, "_multiply_strips": 1, "_add_splits": 1, "_pad": 1},
-    "ResNet-20, channels first": FEATURES
-    | LAGS
-    | {"_turn_around": 3, "_multiply_strips": 1, "_add_splits": 1, "_pad": 1},
-    "MLP 3072-8×800-10, batch 32": DENSE,
-    "MLP 256-5×256-10, batch 16384": FEATURES | {"_pad": 1},
-}
-
-
-def test_what_is_compiled_for_known_networks():
-    script = Path(__file__).with_name("count_compilations.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == EXPECTED
-
-
-# ---- rehearsals -------------------------------------------------------------------------------------------------
 
 
 class Parameter:
@@ -163,36 +131,3 @@ def test_other_threads_launch_while_one_rehearses(kernel):
 
     rehearse(work)
     assert len(kernel.launched) == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(
-    ("make", "shape"),
-    [
-        (lambda: nn.Sequential(nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 10)), (32, 96)),
-        (lambda: nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 10)), (512, 48)),
-        (lambda: nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1), nn.Conv2d(16, 8, 3, 2, 1), nn.Flatten()), (64, 3, 16, 16)),
-    ],
-    ids=["samples", "features", "convolutions"],
-)
-def test_all_that_a_first_step_launches_was_foreseen(make, shape, monkeypatch):
-    from consequent.engines.gpu import compiled_ahead
-
-    foreseen = set()
-    compile_aside = launching._compile_aside
-
-    def noted(place, *rest):
-        foreseen.add(place)
-        compile_aside(place, *rest)
-
-    monkeypatch.setattr(launching, "_compile_aside", noted)
-    monkeypatch.setattr(launching, "_compiled", {})
-    monkeypatch.setattr(compiled_ahead, "_foreseen", set())
-    model, inputs = make().cuda(), torch.rand(shape, device="cuda")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    consequent.attach(optimizer, model)
-    model(inputs).square().mean().backward()
-    optimizer.step()
-    assert launching._compiled
-    assert set(launching._compiled) <= foreseen
