@@ -480,7 +480,8 @@ class Reference:
     def updated_average(self, weight, biases, uses):
         """What stands for the inputs of a step, if something does: ``S ← β S + (1 − β) XXᵀ / N`` at every T-th step.
 
-        It begins with the first step that has no fewer rows than columns, and anew where something else is trained.
+        It begins with the first step (with β = 0: that has no fewer rows than columns), and anew where something else is
+        trained.
 
         Args:
             weight: whose.
@@ -496,7 +497,7 @@ class Reference:
         if average is not None and (average.has_weight, average.biases) != (weight in self.names, columns):
             average = None
         rows = sum(len(call.X[0]) for call, _ in uses)
-        if average is None and rows < len(self.design(uses[0][0], 0, biases).T):
+        if average is None and beta == 0 and rows < len(self.design(uses[0][0], 0, biases).T):
             return None
         if average is None or average.age == period:
             groups = range(getattr(uses[0][0].layer, "groups", 1))

@@ -55,7 +55,7 @@ class Naive:
             X = x if layer.bias is None else torch.cat([x, torch.ones_like(x[:, :1])], 1)
             rows, columns = X.shape
             known = self.kept.get(layer)
-            if self.steps % self.period == 0 and (known is not None or rows >= columns):
+            if self.steps % self.period == 0 and (known is not None or rows >= columns or self.beta > 0):
                 moment = X.T @ X / rows
                 S, n = (moment, rows)
                 if known is not None:
@@ -90,6 +90,38 @@ def test_it_is_what_the_definition_says(beta, period, damping):
         optimizer.step()
         naive.step(x)
         assert_same(model, twin)
+
+
+def wide_network():
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, 25, bias=False), nn.Tanh(), nn.Linear(25, 3)]
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize("damping", [{"relative_damping": 0.1}, {"damping": 0.3}], ids=str)
+@pytest.mark.parametrize(("beta", "period"), [(0.0, 3), (0.9, 1), (0.95, 4)])
+def test_layers_with_fewer_rows_than_inputs_are_averaged_too(beta, period, damping):
+    model, twin = wide_network(), wide_network()
+    naive = Naive(twin, beta, period, damping.get("relative_damping"), damping.get("damping", 0.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=naive.lr)
+    correction = consequent.attach(optimizer, model, averaging=beta, refresh=period, **damping)
+    for x in batches():
+        optimizer.zero_grad()
+        loss_of(model(x)).backward()
+        optimizer.step()
+        naive.step(x)
+        assert_same(model, twin)
+    assert set(correction.state_dict()["averages"]) == ({"0", "2", "4"} if beta else {"0"})
+
+
+def test_a_layer_that_is_too_wide_for_an_average_has_none(monkeypatch):
+    monkeypatch.setattr("consequent.statistics.averages.WIDEST", 30)
+    model = wide_network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    correction = consequent.attach(optimizer, model, averaging=0.9)
+    loss_of(model(batches()[0])).backward()
+    optimizer.step()
+    assert set(correction.state_dict()["averages"]) == {"0", "4"}
 
 
 def test_micro_batches_are_one_step():

@@ -4,7 +4,9 @@ Every T-th step of a layer ``S ← β S + (1 − β) XXᵀ / N``, started with t
 ``N S``, N being the rows of the step at hand. A relative λ is that of ``N S``, with ``n ← β n + N`` for its rows.
 Between refreshes nothing is computed of a layer's inputs: only how many rows there were is noted.
 
-Layers that are solved for by samples have no average, as they have no moment: theirs is the exact update of each step.
+Layers that are solved for by samples are averaged as well, where β > 0: an average over batches has more rows than one
+of them. With β = 0 the moment of another batch with fewer rows than columns would say nothing of most directions, and
+with more than `WIDEST` columns a moment would be too large to keep: there the update is the exact one of each step.
 """
 
 from collections.abc import Sequence
@@ -26,6 +28,8 @@ from consequent.statistics.statistic import Statistic, with_bias_of
 
 if TYPE_CHECKING:
     from consequent.capture.records import Record
+
+WIDEST = 8192  # columns of a moment that is kept for a layer with fewer rows: 256 MiB in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,8 +154,8 @@ class Averages:
         if average is not None and not isinstance(statistic, Idle) and not average.has(statistic.features, biases):
             average = None  # what is trained has changed: it begins anew
             del self._of[record.weight]
-        if isinstance(statistic, Rows) and average is not None:
-            record.reduce(keep_rows=False)  # few rows for once: they go with the others
+        if isinstance(statistic, Rows) and (average is not None or (self.averaging > 0 and record.columns <= WIDEST)):
+            record.reduce(keep_rows=False)  # few rows, but they go with others
             statistic = record.captured
         if isinstance(statistic, Moment) and record.weight in self._biases:
             average = self._updated(average, statistic.with_biases(biases))

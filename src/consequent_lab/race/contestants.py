@@ -195,6 +195,13 @@ CONTESTANTS = {
         Contestant("C-Nesterov", torchs("nesterov"), (lr(0.01), RELATIVE_DAMPING), correction={}),
         Contestant("C-Adam", torchs("adam"), (lr(3e-4), RELATIVE_DAMPING), correction={}),
         Contestant("C-AdamW", torchs("adamw"), (lr(3e-4), RELATIVE_DAMPING), correction={}),
+        Contestant(
+            "C-Nesterov-averaged",  # FOOF, but for the bound and how the damping is said
+            torchs("nesterov"),
+            (lr(0.01), RELATIVE_DAMPING),
+            correction={"averaging": 0.95, "refresh": 10},
+            graphs=False,
+        ),
         Contestant("C-Muon", muon, (lr(2e-3), OTHER_LR), correction={}),
         Contestant(
             "Newton-Muon",

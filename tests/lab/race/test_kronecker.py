@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from consequent_lab.race.kronecker import FOOF, KFAC, KL_BOUND
+import consequent
+from consequent_lab.race.kronecker import AVERAGING, FOOF, KFAC, KL_BOUND
 
 SAMPLES, LR = 5, 0.1
 
@@ -42,6 +43,23 @@ def test_foof_is_its_formula():
     change, gradient = stepped(FOOF, layer, inputs, 0.3)
     expected = gradient @ torch.linalg.inv(a + 0.3 * torch.eye(4))
     torch.testing.assert_close(change, -LR * NESTEROV * expected)
+
+
+def test_foof_is_the_averaged_mode_of_nesterov():
+    torch.manual_seed(0)
+    ours, theirs = (nn.Sequential(nn.Linear(20, 9), nn.Tanh(), nn.Linear(9, 2)).double() for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = torch.optim.SGD(ours.parameters(), lr=LR, momentum=0.9, nesterov=True)
+    consequent.attach(optimizer, ours, averaging=AVERAGING, damping=0.3 * SAMPLES, bound=None)
+    other = FOOF(theirs, LR, 0.3)
+    for _ in range(4):
+        inputs = torch.randn(SAMPLES, 20, dtype=torch.float64)
+        for model, its in ((ours, optimizer), (theirs, other)):
+            its.zero_grad()
+            model(inputs).square().sum(1).mean().backward()
+            its.step()
+    for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, two)
 
 
 @pytest.mark.parametrize("lr", [1e-6, 10.0])
