@@ -480,8 +480,8 @@ class Reference:
     def updated_average(self, weight, biases, uses):
         """What stands for the inputs of a step, if something does: ``S ← β S + (1 − β) XXᵀ / N`` at every T-th step.
 
-        It begins with the first step (with β = 0: that has no fewer rows than columns), and anew where something else is
-        trained.
+        It begins with the first step (with β = 0: one with no fewer rows than columns), and anew where what is trained
+        has changed.
 
         Args:
             weight: whose.
