@@ -85,7 +85,7 @@ class RunFolder:
             try:
                 yield
             except BaseException:
-                if not (self.path / "environment.json").exists():  # it never began: its data are not there, …
+                if {path.name for path in self.path.iterdir()} <= {".lock", "config.json"}:  # it never began
                     (self.path / "config.json").unlink()
                 raise
 
