@@ -78,16 +78,15 @@ class RunFolder:
             for name in ("config.json", "environment.json", "checkpoint.pt", "done.json"):
                 for leftover in self.path.glob(f".{name}.*"):  # of a writer that was killed
                     leftover.unlink()
-            is_new = not self._path("config.json").exists()
-            if is_new:
-                self._write_json("config.json", asdict(config))
-            else:
+            if self._path("config.json").exists():
                 self._refuse_other(config)
+            else:
+                self._write_json("config.json", asdict(config))
             try:
                 yield
             except BaseException:
-                if is_new and not self._path("environment.json").exists():  # it never began: its data are not there, …
-                    self._path("config.json").unlink()
+                if {path.name for path in self.path.iterdir()} <= {".lock", "config.json"}:  # it never began
+                    (self.path / "config.json").unlink()
                 raise
 
     def _refuse_other(self, config: "DataclassInstance") -> None:

@@ -1,7 +1,9 @@
 """An N that can hardly be what the loss was averaged over is told of once; ordinary models are left in peace."""
 
+import gc
 import re
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -234,6 +236,21 @@ def test_so_is_one_of_outputs_that_the_model_itself_has_reshaped():
     model = nn.Sequential(dense(4), nn.Unflatten(1, (2, 2)))
     (message,) = warnings_of(model, lambda model: functional.mse_loss(model(INPUTS), TARGETS.view(5, 2, 2)))
     assert "all elements of the outputs [5, 2, 2]" in message
+
+
+def test_looking_for_it_keeps_nothing_alive():
+    model = dense(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    consequent.attach(optimizer, model)
+    gc.disable()
+    try:
+        loss = functional.mse_loss(model(INPUTS), TARGETS)
+        held = weakref.ref(loss)
+        loss.backward()
+        del loss
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_so_is_a_mean_over_all_pixels():

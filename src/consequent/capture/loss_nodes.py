@@ -37,25 +37,32 @@ def are_averaged(outputs: Node) -> bool:
         and getattr(node, "_saved_reduction", None) == MEAN
         and any(_are_of(outputs, before) for before, _ in node.next_functions)
         for loss in _losses_of_running_passes()
-        for node in _first_nodes(loss)
+        for node in _nodes_between(loss, outputs)
     )
 
 
-def _losses_of_running_passes() -> Iterator[Node]:
+def _losses_of_running_passes() -> list[Node]:
     """The nodes that the calls of backward() under way began with; on a GPU these are of another thread."""
-    for innermost in sys._current_frames().values():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == "torch.autograd":
-                tensors: Any = frame.f_locals.get("tensors", ())
-                started = tensors if isinstance(tensors, tuple | list) else [tensors]
-                yield from (tensor.grad_fn for tensor in started if tensor.grad_fn is not None)
-            frame = frame.f_back
+    return [node for innermost in sys._current_frames().values() for node in _losses_around(innermost)]
 
 
-def _first_nodes(root: Node) -> Iterator[Node]:
-    """The nodes nearest to the loss, breadth first."""
-    seen, waiting = {root}, [root]
+def _losses_around(innermost: FrameType) -> list[Node]:
+    """The same for one thread. No frame is held in the end: it would keep itself alive, and the graph with it."""
+    found: list[Node] = []
+    frame: FrameType | None = innermost
+    del innermost
+    while frame is not None:
+        if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == "torch.autograd":
+            tensors: Any = frame.f_locals.get("tensors", ())
+            started = tensors if isinstance(tensors, tuple | list) else [tensors]
+            found += [tensor.grad_fn for tensor in started if tensor.grad_fn is not None]
+        frame = frame.f_back
+    return found
+
+
+def _nodes_between(loss: Node, outputs: Node) -> Iterator[Node]:
+    """The nodes nearest to the loss, breadth first, and none behind the outputs."""
+    seen, waiting = {loss, outputs}, [loss]
     while waiting and len(seen) < NODES:
         node = waiting.pop(0)
         yield node

@@ -3,6 +3,7 @@
 import json
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,10 @@ from consequent.maths.damping import DEFAULT
 from consequent_lab import cli
 from consequent_lab.race.contestants import CONTESTANTS
 from consequent_lab.race.curves import unpacked
-from consequent_lab.race.measures import Best, TimeTo
+from consequent_lab.race.measures import Best
 from consequent_lab.race.results import Results
 from consequent_lab.race.states import state_of, states_in
-from consequent_lab.race.table import Spread, markdown_table, spread_of
+from consequent_lab.race.table import markdown_table, spread_of
 from consequent_lab.race.tasks import TASKS
 from consequent_lab.race_command import Race
 
@@ -56,7 +57,8 @@ def test_what_is_done_is_what_the_page_says():
 
 def outcome(results, measure):
     """The cells of the page's first table of results: who is best of ours and of the others, and who is ahead."""
-    sign = -1 if getattr(measure, "rising", False) and not isinstance(measure, TimeTo) else 1
+    is_steps = hasattr(measure, "arrival")
+    sign = -1 if measure.rising and not is_steps else 1
     best = {}
     for name in CONTESTANTS:
         if results.finals(name) and name not in CORRECTED_MUON:
@@ -67,8 +69,9 @@ def outcome(results, measure):
         [pick(sign * value for value in best[side][1].values) for side in (True, False)] for pick in (min, max)
     )
     verdict = "ahead" if highs[0] < lows[1] else "**behind**" if highs[1] < lows[0] else "level"
-    form = (",.0f",) if isinstance(measure, TimeTo) else (".3g", measure.metric)
-    shown = [f"{name} {Spread((spread.median,)).text(*form)}" for name, spread in (best[True], best[False])]
+    form = (",.0f",) if is_steps else (".3g", measure.metric)
+    medians = [(name, replace(spread, values=(spread.median,))) for name, spread in (best[True], best[False])]
+    shown = [f"{name} {median.text(*form)}" for name, median in medians]
     return f"| {verdict} | {measure} | {shown[0]} | {shown[1]} |"
 
 
