@@ -264,6 +264,9 @@ class StepCorrector:
         self._weights = set(biases)
         self._averages.average_only(biases)
         self._forget_unwatched()
+        for record in self.records.values():
+            if record.is_empty:
+                record.clear()  # what came beside uses may have come from some, of a layer that was not trained yet
         before, self._arrivals = self._arrivals, {}
         pairs = [(parameter, weight) for weight, its in biases.items() for parameter in (weight, *its)]
         for parameter, weight in pairs:

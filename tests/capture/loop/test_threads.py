@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from expected import DAMPING, KINDS, LR, assert_close, build, corrected, gradients, loss_on, mean_loss
+from loop.expected import DAMPING, KINDS, LR, assert_close, build, corrected, gradients, loss_on, mean_loss
 from torch import nn
 
 import consequent
