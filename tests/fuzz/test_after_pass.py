@@ -4,9 +4,13 @@ Kernels and side streams are replaced by plain solves in the model's own dtype; 
 `.grad` is what is tested.
 """
 
+import threading
+
 import pytest
 import torch
+from torch import nn
 
+import consequent
 from consequent.engines.gpu import after_pass
 from consequent.statistics.moment import Moment
 from fuzz.run import IllegalError, run
@@ -120,3 +124,27 @@ def test_gradients_that_are_added_twice_are_found(monkeypatch):
     monkeypatch.setattr(after_pass, "_add_to", add_twice)
     with pytest.raises(AssertionError):
         run_all()
+
+
+def test_weights_wait_while_another_thread_calls_the_model(waited):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    correction = consequent.attach(optimizer, model, at="backward")
+    x = torch.randn(5, 4, dtype=torch.float64)
+
+    def evaluate(grad):
+        thread = threading.Thread(target=lambda: model(x))
+        thread.start()
+        thread.join()
+
+    found = []
+    for hook in (None, evaluate):
+        hidden = model[1](model[0](x))
+        if hook is not None:
+            hidden.register_hook(hook)
+        model[2](hidden).square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+        optimizer.zero_grad()
+    correction.detach()
+    assert len(waited) == 4
+    torch.testing.assert_close(found[1], found[0])

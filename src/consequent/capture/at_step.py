@@ -1,8 +1,9 @@
 """``at="step"``: what backward passes say is recorded until the optimiser's step, for all micro-batches together."""
 
+import threading
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -30,6 +31,22 @@ from consequent.statistics.rows import Rows
 _Returned = tuple[Tensor, Tensor, int]
 _SUM = -1  # in place of the version where there were several
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _one_at_a_time(
+    method: Callable[Concatenate["StepCorrector", P], R],
+) -> Callable[Concatenate["StepCorrector", P], R]:
+    """Backward passes may run in several threads: each GPU has its own, and so may the user."""
+
+    @wraps(method)
+    def locked(self: "StepCorrector", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return locked
+
 
 class StepCorrector:
     """Keeps a record for every weight that took part in the gradients now in ``.grad``.
@@ -54,6 +71,7 @@ class StepCorrector:
         keep_rows: bool,
     ) -> None:
         self.records: dict[Tensor, Record] = {}
+        self._lock = threading.RLock()
         self.is_shared_out = False  # with other ranks, whose inputs are still to come at the step
         self._weights: set[Tensor] = set()
         self._damping_of = damping_of
@@ -63,6 +81,7 @@ class StepCorrector:
         self._averages = averages
         self._ahead = self._new_ahead()
         self._running: dict[int, dict[Record, None]] = {}  # backward passes under way, and the records they fill
+        self._threads: dict[int, set[int]] = {}  # in which these passes may be: that of the forward pass is one
         self._arrivals: dict[int, _Arrivals] = {}  # by the id of a weight, or of the bias of a layer
 
     def _new_ahead(self) -> Ahead:
@@ -84,6 +103,7 @@ class StepCorrector:
     def after_product(self, use: Use, outputs: Tensor) -> None:
         """Does not happen."""
 
+    @_one_at_a_time
     def product_reached(self, use: Use, inputs: Tensor | None, output_grad: Tensor, node: Node) -> None:
         """ΔZ is known, and will be in ``.grad``."""
         leaf = leaf_of(node)
@@ -92,6 +112,7 @@ class StepCorrector:
         backward_pass = backward_pass_id()
         weight = use.weight
         record = self._record_of(weight, weight.grad if use.trains_weight else use.key.grad, backward_pass)
+        self._threads[backward_pass].add(use.entry.thread)
         record.note_pass(use, backward_pass)
         if record.statistic is not None:
             self._ahead.join_on(output_grad.device)  # an earlier use may be waiting to be reduced, or being reduced
@@ -127,12 +148,14 @@ class StepCorrector:
         """Does not happen: gradients are not replaced yet."""
         return parameters
 
+    @_one_at_a_time
     def transpose_reached(self, use: Use, output_grad: Tensor, weight_grad: Tensor, node: Node) -> None:
         """The weight acts in ``Wᵀ ΔZ``, too."""
         record = self._record_of(use.weight, use.key.grad, backward_pass_id())
         record.note_pass(use, backward_pass_id())
         record.beside.add_transposed(use.operation, output_grad, weight_grad)
 
+    @_one_at_a_time
     def gradient_returned(self, use: Use, parameter: Tensor, gradient: Tensor, node: Node | None) -> None:
         """Note what goes to the parameter's accumulator from its uses: what else comes there is told apart."""
         arrivals = self._arrivals.get(id(parameter))
@@ -155,6 +178,7 @@ class StepCorrector:
 
             handle = node.register_prehook(arrived)
 
+    @_one_at_a_time
     def _gradient_arrives(self, arrivals: "_Arrivals", gradient: Tensor | None) -> None:
         """A gradient is on its way to the parameter's ``.grad``, or to whom asked ``torch.autograd.grad`` for it."""
         if gradient is None:
@@ -187,6 +211,7 @@ class StepCorrector:
         running = self._running.get(backward_pass)
         if running is None:
             running = self._running[backward_pass] = {}
+            self._threads[backward_pass] = {threading.get_ident()}
             after_backward(partial(self._backward_pass_ended, backward_pass))
         if record not in running:
             # A pass may run inside another (reentrant checkpointing): the outer one's uses are not in .grad yet.
@@ -206,9 +231,11 @@ class StepCorrector:
         """Whether a backward pass through the layers is under way here, so that gradients are still to come."""
         return bool(self._running) and backward_pass_id() in self._running
 
+    @_one_at_a_time
     def _mark_gradients(self, backward_pass: int) -> None:
         self._ahead.join()
         records = self._running.pop(backward_pass, {})
+        self._threads.pop(backward_pass, None)
         for record in records:
             record.mark_accumulated()
         note_sizes(
@@ -219,18 +246,27 @@ class StepCorrector:
 
     # ---- between passes ---------------------------------------------------------------------------------------------
 
+    @_one_at_a_time
     def before_entry(self) -> None:
-        """Drop what a backward pass left that raised."""
-        self._running.clear()
+        """Drop what a backward pass left that raised; one of another thread may be under way."""
+        here = threading.get_ident()
+        for over in [one for one, threads in self._threads.items() if here in threads]:
+            del self._threads[over]
+            self._running.pop(over, None)
         for arrivals in self._arrivals.values():
-            arrivals.returned.clear()
-        self._ahead.forget()
+            for over in [one for one in arrivals.returned if one not in self._running]:
+                del arrivals.returned[over]
+        if not self._running:
+            self._ahead.forget()
 
     def correct_only(self, biases: dict[Tensor, list[Tensor]]) -> None:
         """Only these weights are corrected from now on."""
         self._weights = set(biases)
         self._averages.average_only(biases)
         self._forget_unwatched()
+        for record in self.records.values():
+            if record.is_empty:
+                record.clear()  # what came beside uses may have come from some, of a layer that was not trained yet
         before, self._arrivals = self._arrivals, {}
         pairs = [(parameter, weight) for weight, its in biases.items() for parameter in (weight, *its)]
         for parameter, weight in pairs:

@@ -37,6 +37,7 @@ class Record:
         accumulated: marks on the gradients as the last backward pass left them.
         corrected: marks on the gradients as the last correction left them.
         sizes: of its gradients then, where the weight and its biases lie in different parameter groups.
+        held_unseen: whether ``.grad`` held something already that no backward pass was seen to put there.
         was_written_to: whether somebody wrote to ``.grad`` between two backward passes.
         accumulated_on_corrected: whether a backward pass was added to a gradient that had been corrected already.
         was_zeroed_in_part: whether only some of its gradients were emptied between two backward passes.
@@ -54,6 +55,7 @@ class Record:
     accumulated: list[tuple[Tensor, GradMark]] = field(default_factory=list)
     corrected: list[tuple[Tensor, GradMark]] = field(default_factory=list)
     sizes: dict[Tensor, Tensor] = field(default_factory=dict)
+    held_unseen: bool = False
     was_written_to: bool = False
     accumulated_on_corrected: bool = False
     was_zeroed_in_part: bool = False
@@ -133,7 +135,7 @@ class Record:
         if self.beside:
             self.beside = Beside()
         self.was_written_to = self.accumulated_on_corrected = self.has_output_grads = False
-        self.was_zeroed_in_part = False
+        self.was_zeroed_in_part = self.held_unseen = False
         self.accumulated, self.passes, self.sizes = [], [], {}
 
     def begin_backward_pass(self, grad: Tensor | None) -> None:
@@ -151,7 +153,8 @@ class Record:
                     is_nonzero(old) if answers_at_once(old) else mark.holds(old) for old, mark in left
                 )
             elif grad is not None:
-                self.was_written_to = not answers_at_once(grad) or is_nonzero(grad)
+                self.held_unseen = answers_at_once(grad) and is_nonzero(grad)
+                self.was_written_to = self.held_unseen or not answers_at_once(grad)
         elif not self.grads:
             if not self.accumulates_elsewhere:
                 self.clear()

@@ -1,6 +1,7 @@
 """How many samples the loss was averaged over: N in the paper, one number for all layers."""
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -23,6 +24,11 @@ from consequent.capture.torch_internals import (
 from consequent.capture.use import Entry
 
 
+class _UnderWay(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[tuple[nn.Module, Entry | None]] = []
+
+
 class Entries:
     """The outermost calls of a model and its parts.
 
@@ -34,15 +40,20 @@ class Entries:
     def __init__(self, model: nn.Module, before_entry: Callable[[], None]) -> None:
         self._model = model
         self._before_entry = before_entry
-        self._open: list[tuple[nn.Module, Entry | None]] = []
+        self._under_way = _UnderWay()
         self._checkpointed: weakref.WeakKeyDictionary[Any, Entry] = weakref.WeakKeyDictionary()
         self.latest: Entry | None = None  # that builds a graph
         self.looks_at_positions = False  # whether to see if the loss is a mean over tokens or pixels
 
+    @property
+    def _open(self) -> list[tuple[nn.Module, Entry | None]]:
+        """The calls that this thread is in, the outermost first."""
+        return self._under_way.calls
+
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module that contains layers is called."""
         if self._open and self._open[0][0] is module and not _calls_itself(module):
-            self._open = []  # an interrupted call (Ctrl-C) never left
+            self._open.clear()  # an interrupted call (Ctrl-C) never left
         entry = None
         if not self._open:
             self._before_entry()

@@ -1,5 +1,6 @@
 """One call of a layer, and the samples that entered the model for it."""
 
+import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
@@ -22,6 +23,7 @@ class Entry:
         samples: the leading dimension of the first tensor that entered, unless a layer knows better.
         elements: of that tensor.
         address: of its memory.
+        thread: that called.
         is_counted_by_layer: whether one does: its samples are elsewhere, or it is a single one.
         builds_graph: whether the call builds autograd's graph.
         nodes: weak references to a few of the graph's nodes that came about in it.
@@ -36,6 +38,7 @@ class Entry:
     samples: int
     elements: int
     address: int = -1
+    thread: int = field(default_factory=threading.get_ident)
     is_counted_by_layer: bool = False
     builds_graph: bool = field(default_factory=torch.is_grad_enabled)
     nodes: "list[weakref.ref[Any]]" = field(default_factory=list)

@@ -145,6 +145,8 @@ class Rewriter:
                 name = self._name(solution.record)
                 if not isinstance(solution, KernelSolution):  # which count on the device
                     self._reports.updated(name, solution)
+                    if solution.record.held_unseen and solution.edited is False:
+                        self._reports.held_unseen(name)
                 self.sides[name] = solution.side
             if self._keeps_foresight:
                 self._watch = Watch(records, self._capture.names, self._groups.learning_rate_of, divisor)

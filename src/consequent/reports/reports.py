@@ -122,6 +122,15 @@ class Reports(Tally):
                 "come after, or exclude the layer.",
             )
 
+    def held_unseen(self, name: str) -> None:
+        """A layer's gradient is of more than the backward passes that were seen, and its inputs are not."""
+        self._warn_once(
+            f"unseen {name}",
+            f"{shown(name)}: its gradient held something before the first backward pass that was seen (one before "
+            "attaching, or before the optimiser held the layer?). It was solved for as if the inputs of the passes "
+            "that were seen explained all of it. Call zero_grad() first.",
+        )
+
     def _note_failures(self, name: str, rescued: int | Tensor, fallen_back: int | Tensor) -> None:
         if isinstance(fallen_back, int) and fallen_back:
             message = (

@@ -234,3 +234,22 @@ def test_training_in_eval_mode(kind):
         before, grads = weights(model), corrected(model, loss_on(x, t), samples=len(x))
         optimizer.step()
         assert_stepped(model, before, grads)
+
+
+@pytest.mark.parametrize("samples", [3, 16])
+@pytest.mark.parametrize("when", ["before attaching", "before the optimiser held the layer"])
+def test_gradients_that_nobody_saw_are_told_of(samples, when):
+    model, x, t = build("tall", batch=2 * samples)
+    optimizer = torch.optim.SGD(model.parameters() if when == "before attaching" else model[2].parameters(), lr=LR)
+    if when != "before attaching":
+        consequent.attach(optimizer, model, damping=DAMPING)
+    loss_on(x[:samples], t[:samples])(model).backward()
+    if when == "before attaching":
+        consequent.attach(optimizer, model, damping=DAMPING)
+    else:
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+    loss_on(x[samples:], t[samples:])(model).backward()
+    said = "held something before the first" if samples == 16 else "is not the one its inputs explain"
+    with pytest.warns(consequent.ConsequentWarning, match=f"its gradient {said}") as warned:
+        optimizer.step()
+    assert any("layer '0'" in str(warning.message) for warning in warned)

@@ -232,10 +232,15 @@ class AfterPass:
         self._ahead, self._launches = Ahead(), RowLaunches()
 
     def forget(self) -> None:
-        """Drop what is left of passes that raised."""
+        """Drop what is left of passes that raised; one of another thread may be under way."""
         if not self._passes:
             return
-        self._passes.clear()
+        here = threading.get_ident()
+        with self._lock:
+            for over in [one for one, its in self._passes.items() if its[0].use.entry.thread == here]:
+                del self._passes[over]
+            if self._passes:
+                return
         self._ahead.forget()
         for record in self._records.values():
             record.statistic = None
