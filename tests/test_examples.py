@@ -7,6 +7,7 @@ import runpy
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+pytestmark = pytest.mark.usefixtures("bounded")  # as users run them
 
 
 def run(name, capsys):
