@@ -83,8 +83,9 @@ model = nn.Sequential(
     nn.Linear(96, 10),
 ).to(device)
 start_near_shortcuts(block.inner[-1] for block in model if isinstance(block, Block))
-optimizer = torch.optim.SGD(groups_with_decay(model, 1e-3, lr, momentum), lr=lr, momentum=momentum)
-consequent.attach(optimizer, model, relative_damping=0.3)
+groups = groups_with_decay(model, 1e-3, lr, momentum)
+optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=True)
+consequent.attach(optimizer, model)
 scheduler = warmed_up_cosine(optimizer, steps, warmup=steps // 20)
 averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95))  # for some 200 steps
 

@@ -10,7 +10,7 @@ import pytest
 from faults.command import table
 from faults.record import recorded
 
-from benchmarks import first_step
+from benchmarks import first_step, resnet20_tables
 from benchmarks.scaling.__main__ import growth_table
 from consequent.maths.damping import DEFAULT
 from consequent_lab.bench_tables import cost_table
@@ -52,12 +52,10 @@ def race(task):
     return {row.contestant: dict(reversed(list(zip(heads, row.cells, strict=True)))) for row in rows(results)}
 
 
-def table_after(heading, name=None):
-    """The table of the README that begins with a heading: {first cell: {heading: cell}}, bold or not."""
-    start = README.index(f"| {heading} |")
-    lines = README[start - (0 if name else 2) :].split("\n\n")[0].replace("**", "").splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {name: dict(zip(cells[0][1:], row, strict=True)) for name, *row in cells[2:]}
+def row_of(task):
+    """The cells of the README's table of results in the first row of a task, bold or not."""
+    (first, *_) = (line for line in README.splitlines() if line.startswith(f"| {task}"))
+    return [cell.strip() for cell in first.replace("**", "").strip("|").split("|")]
 
 
 def median_of(cell):
@@ -66,61 +64,78 @@ def median_of(cell):
 
 def test_the_race_of_perceptrons_is_the_one_in_results():
     races = {batch: race(f"mlp-cifar10-b{batch}") for batch in (32, 128, 512)}
-    told = table_after("steps with batches of", name="32")
-    assert list(told) == [name for name in races[128] if name in told]
-    target = "steps to training loss 0.01"
-    for name, cells in told.items():
-        for batch, found in races.items():
-            results = Results.of(TASKS[f"mlp-cifar10-b{batch}"], ROOT / "results" / "race")
-            finals = results.finals(name)
-            if name not in found or len(finals) < 5:
-                assert cells[str(batch)] == ("search only" if len(results.trials(name)) == 12 else "not run")
-                continue
-            assert len(results.trials(name)) == 12
-            (steps,) = {line["steps"] for line in finals}
-            expected = median_of(found[name][target])
-            assert cells[str(batch)] == (f"not within {steps:,}" if expected == "–" else expected)
-        at_128 = races[128][name]
-        assert cells["seconds at 128, eager"] == at_128["seconds, eager"]
-        assert cells["CUDA graph"] == at_128["seconds, CUDA graph"]
-        assert cells["best test accuracy at 128"] == median_of(at_128["best test accuracy"])
-    results = Results.of(TASKS["mlp-cifar10-b128"], ROOT / "results" / "race")
-    assert {line["device"] for name in told for line in results.of_kind("time", name)} == {"NVIDIA H200"}
-    said = re.search(r"after (\d+) steps of 128 images; with Muon it takes (\d+), [^.]* ([\d,]+)\.\*\*", PROSE)
-    first, muon, within = said.groups()
-    assert (first, muon) == (told["C-Adam"]["128"], told["Muon"]["128"])
-    assert {told[name]["128"] for name in ("Adam", "Nesterov", "SGD")} == {f"not within {within}"}
+    kept = {batch: Results.of(TASKS[f"mlp-cifar10-b{batch}"], ROOT / "results" / "race") for batch in races}
+
+    def cells(name, heading, batches=(32, 128, 512)):
+        found = [median_of(races[batch][name][heading]) if name in races[batch] else "not run" for batch in batches]
+        return f"{name} {' / '.join(found)}"
+
+    steps = "steps to training loss 0.01"
+    _, _, ours, others = row_of("deep plain perceptron, batches of 32 / 128 / 512")
+    assert ours == cells("C-Adam", steps)
+    assert others == f"{cells('FOOF', steps)}, {cells('Muon', steps)}; Adam and SGD do not arrive"
+    for name in ("Adam", "SGD"):
+        assert cells(name, steps) == f"{name} – / – / –"
+    for name in ("C-Adam", "Adam", "SGD", "Muon"):
+        assert {len(results.trials(name)) for results in kept.values()} == {12}
+        assert {len(results.finals(name)) for results in kept.values()} == {5}
+    _, _, ours, others = row_of("the same, 128 | seconds for that")
+    seconds = [f"{name} {races[128][name]['seconds, eager']} / {races[128][name]['seconds, CUDA graph']}"
+               for name in ("C-Adam", "C-SGD", "Muon")]  # fmt: skip
+    assert [ours, others] == [", ".join(seconds[:2]), f"{seconds[2]}; FOOF not timed"]
+    assert not kept[128].of_kind("time", "FOOF")
+    assert {line["device"] for line in kept[128].lines if line["kind"] == "time"} == {"NVIDIA H200"}
+    _, _, ours, others = row_of("the same, 128 | best test accuracy")
+    accuracy = [cells(name, "best test accuracy", [128]) for name in ("C-Adam", "FOOF", "Muon", "Adam")]
+    assert [ours, others] == [accuracy[0], ", ".join(accuracy[1:])]
+    said = re.search(r"after (\d+) steps of 128 images; with Muon it takes (\d+), [^.]* ([\d,]+)\. ", PROSE).groups()
+    assert list(said[:2]) == [races[128][name][steps].split(" (")[0] for name in ("C-Adam", "Muon")]
+    assert {line["steps"] for line in kept[128].finals("SGD")} == {int(said[2].replace(",", ""))}
+    assert races[128]["Nesterov"][steps] == "–"
 
 
 def test_what_is_said_of_that_race_is_so():
-    found = race("mlp-cifar10-b128")
-    accuracies = {name: float(median_of(row["best test accuracy"]).rstrip(" %")) for name, row in found.items()}
-    assert max(accuracies, key=accuracies.get) == "Adam"
-    said = re.search(r"C-Adam needed ([\d,]+), (\d+) and (\d+) steps, and C-SGD and C-Nesterov were not there", PROSE)
+    said = re.search(r"at 0\.0003, C-Adam needed ([\d,]+), (\d+) and (\d+) steps", PROSE)
     for batch, step in zip((32, 128, 512), said.groups(), strict=True):
         results = Results.of(TASKS[f"mlp-cifar10-b{batch}"], ROOT / "results" / "race")
-        first = {name: results.trials(name)[0] for name in ("C-SGD", "C-Nesterov", "C-Adam")}
-        assert all(trial["number"] == 0 for trial in first.values())
-        arrivals = {name: results.task.measure.arrival(unpacked(trial["curve"])) for name, trial in first.items()}
-        assert arrivals == {"C-SGD": None, "C-Nesterov": None, "C-Adam": int(step.replace(",", ""))}
-    results = Results.of(TASKS["mlp-cifar10-b32"], ROOT / "results" / "race")
-    told = [cells["32"] for cells in table_after("steps with batches of", name="32").values()]
-    best = results.best("FOOF")
-    assert best["score"] * best["steps"] < min(int(cell.replace(",", "")) for cell in told if cell[0].isdigit())
-    assert len(results.trials("FOOF")) < 12
+        first = results.trials("C-Adam")[0]
+        assert (first["number"], first["settings"]["lr"]) == (0, 0.0003)
+        assert results.task.measure.arrival(unpacked(first["curve"])) == int(step.replace(",", ""))
+
+
+def test_resnet20_without_batch_norm_is_the_one_in_results():
+    lines = resnet20_tables.read(ROOT / "results" / "resnet20-exploration.jsonl")
+    long = resnet20_tables.runs_of(lines, whole=True, epochs=60, images=50_000)
+    ends = [(line["contestant"], line["settings"]["decay"], line["curve"][-1]["test_accuracy"]) for line in long]
+    ours = sorted(100 * accuracy for name, decay, accuracy in ends if name == "C-Nesterov" and decay == 1e-3)
+    theirs = sorted(100 * accuracy for name, _, accuracy in ends if name == "Nesterov-BN")
+    medians = [ours[1], sum(theirs) / 2]
+    said = re.search(r"three seeds \(([\d.]+) to ([\d.]+) %\) against two \(([\d.]+) and ([\d.]+) %\)", PROSE)
+    assert [float(number) for number in said.groups()] == pytest.approx([ours[0], ours[2], *theirs])
+    assert row_of("ResNet-20, augmented, 60 epochs")[2:] == [
+        f"without BatchNorm: C-Nesterov {medians[0]:.4g} %",
+        f"with BatchNorm: Nesterov {medians[1]:.4g} %",
+    ]
+    first = re.search(r"without BatchNorm: ([\d.]+) % of [^.]* after 60 epochs, ([\d.]+) % with it", PROSE)
+    assert [float(number) for number in first.groups()] == pytest.approx(medians, abs=0.05)
+    recipe = re.search(r"\[([\d.]+) % of CIFAR-10's [^\]]*\]\S* and ([\d.]+) % with BatchNorm", prose("recipes"))
+    assert [float(number) for number in recipe.groups()] == pytest.approx(medians)
 
 
 def test_the_pictures_are_those_in_results():
-    told = table_after("C-Adam | Adam | Muon | SOAP | K-FAC")
-    assert len(told) == 5
-    for picture, cells in told.items():
-        kind, name = picture.split(", ")
-        task = f"{'siren' if kind == 'SIREN' else 'fourier'}-128-{name}"
-        found = race(task)
-        for contestant, cell in cells.items():
-            assert cell == (median_of(found[contestant]["PSNR at the end"]) if contestant in found else "not run")
-        results = Results.of(TASKS[task], ROOT / "results" / "race")
-        assert {line["steps"] for name in cells for line in results.finals(name)} == {200}
+    for kind, pictures, task in (
+        ("siren", ("china", "flower", "astronaut"), "three pictures as a SIREN, 200 steps"),
+        ("fourier", ("china", "flower"), "two pictures behind Fourier features, 200 steps"),
+    ):
+        found = [race(f"{kind}-128-{picture}") for picture in pictures]
+        kept = [Results.of(TASKS[f"{kind}-128-{picture}"], ROOT / "results" / "race") for picture in pictures]
+        told = ", ".join(row_of(task)[2:]).split(", ")
+        for cell in told:
+            name, numbers, _ = cell.split()
+            decibels = sorted(float(rows[name]["PSNR at the end"].split()[0]) for rows in found)
+            assert numbers == f"{decibels[0]:.0f}–{decibels[-1]:.0f}"
+            assert {line["steps"] for results in kept for line in results.finals(name)} == {200}
+            assert {len(results.finals(name)) for results in kept} == {5}
 
 
 def test_the_rates_are_those_of_the_page_with_the_reasons():

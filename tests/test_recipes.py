@@ -43,15 +43,32 @@ def stripes():
     return images + 0.1 * torch.randn(images.shape), labels
 
 
+class Residual(nn.Module):
+    """What is inside, beside a shortcut."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
 def test_the_page_runs_from_top_to_bottom():
     images, labels = stripes()
+    inner = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
     model = nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), Residual(inner), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4),
     )  # fmt: skip
-    names = {"model": model, "images": images, "labels": labels, "epochs": 30, "batch_size": 32}
+    names = {"model": model, "blocks": [inner], "images": images, "labels": labels, "epochs": 30, "batch_size": 32}
+    first = inner[-1].weight.detach().clone()
     for block in BLOCKS:
         exec(block, names)
+        if "start_near_shortcuts(block" in block:
+            torch.testing.assert_close(inner[-1].weight, 0.1 * first)
+            first = None
+    assert first is None
     correction, averaged = names["correction"], names["averaged"]
     assert correction.counters.steps == 90
     assert correction.counters.skipped == correction.counters.edited == 0
@@ -63,7 +80,7 @@ def test_the_page_runs_from_top_to_bottom():
 
 def test_the_example_has_the_same_functions():
     example = functions_in((ROOT / "examples" / "without_batchnorm.py").read_text())
-    assert len(FUNCTIONS) == 3
+    assert len(FUNCTIONS) == 4
     assert example == FUNCTIONS
 
 
