@@ -42,7 +42,7 @@ def runs_of(lines: list[Line], *, whole: bool, epochs: int, images: int, start: 
 
 
 def table(runs: list[Line], judged: str) -> str:
-    """Returns a Markdown table, a row for each contestant and its settings; medians over seeds, and the range of what is judged.
+    """Returns a Markdown table, a row for each contestant and its settings: medians over seeds, accuracies with ranges.
 
     Args:
         runs: of one kind.
