@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here 
 
 from benchmarks.defaults import __doc__ as description
 from benchmarks.defaults import study, summary
-from benchmarks.defaults.contestants import CONTESTANTS
+from benchmarks.defaults.contestants import KNOWN
 
 STAGES = ("search", "confirm", "fixed", "stress", "summary", "time")
 
@@ -17,8 +17,8 @@ STAGES = ("search", "confirm", "fixed", "stress", "summary", "time")
 def rate_of(text: str) -> tuple[str, float]:
     """A contestant and its rate, from ``name=rate``."""
     name, _, rate = text.partition("=")
-    if name not in CONTESTANTS:
-        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(CONTESTANTS)}")
+    if name not in KNOWN:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(KNOWN)}")
     return name, float(rate)
 
 
@@ -33,7 +33,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--dampings", nargs="+", help="only these: 'relative 0.1', 'absolute 1', 'relative 0.1, bound 0.2'"
     )
-    parser.add_argument("--contestants", nargs="+", choices=tuple(CONTESTANTS), help="only these")
+    parser.add_argument("--contestants", nargs="+", choices=tuple(KNOWN), help="only these")
     parser.add_argument("--damping", default="relative 0.1", help="of stress, of tables by task and of bounds")
     parser.add_argument("--rate", type=rate_of, nargs="+", default=[], help="rates of the stage fixed: c-sgd=0.1 …")
     parser.add_argument("--quick", action="store_true", help="a few tasks with a few steps")
@@ -49,7 +49,7 @@ def main() -> None:
         scope = dataclasses.replace(scope, dampings=tuple(arguments.dampings))
     if arguments.contestants:
         scope = dataclasses.replace(scope, contestants=tuple(arguments.contestants))
-    rates = {name: contestant.advised for name, contestant in CONTESTANTS.items()} | dict(arguments.rate)
+    rates = {name: contestant.advised for name, contestant in KNOWN.items()} | dict(arguments.rate)
     results = study.Results(arguments.results)
     for stage in arguments.stages:
         if stage == "summary":

@@ -1,7 +1,8 @@
 """Who takes part: plain optimisers and their C- versions, the rates and the dampings that are tried."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn, optim
 
@@ -52,9 +53,9 @@ def nesterov(model: nn.Module, rate: float) -> optim.Optimizer:
     return optim.SGD(model.parameters(), lr=rate, momentum=0.9, nesterov=True)
 
 
-def adam(model: nn.Module, rate: float) -> optim.Optimizer:
-    """Adam."""
-    return optim.Adam(model.parameters(), lr=rate)
+def adam(model: nn.Module, rate: float, memory: float = 0.999) -> optim.Optimizer:
+    """Adam; its memory of squares is β₂."""
+    return optim.Adam(model.parameters(), lr=rate, betas=(0.9, memory))
 
 
 CONTESTANTS = {
@@ -66,6 +67,14 @@ CONTESTANTS = {
     "c-nesterov": Contestant(nesterov, C_MOMENTUM_RATES, 0.01, plain=("sgd", "nesterov"), kin="nesterov"),
     "c-adam": Contestant(adam, ADAM_RATES, 1e-3, plain=("adam",), kin="adam", can_be_bounded=False),
 }
+
+MEMORIES = (0.99, 0.95)  # β₂ of Adam, beside its own of 0.999
+WITH_MEMORY = {
+    f"{name} {memory}": replace(CONTESTANTS[name], optimiser=partial(adam, memory=memory))
+    for name in ("adam", "c-adam")
+    for memory in MEMORIES
+}
+KNOWN = CONTESTANTS | WITH_MEMORY
 
 
 def options_of(damping: str) -> dict[str, float | None]:
@@ -90,9 +99,9 @@ def damping_for(contestant: str, damping: str) -> str:
     >>> damping_for("c-adam", "relative 0.1, bound 0.2")
     'relative 0.1'
     """
-    if not CONTESTANTS[contestant].is_corrected:
+    if not KNOWN[contestant].is_corrected:
         return ""
-    return damping if CONTESTANTS[contestant].can_be_bounded else unbounded(damping)
+    return damping if KNOWN[contestant].can_be_bounded else unbounded(damping)
 
 
 def unbounded(damping: str) -> str:

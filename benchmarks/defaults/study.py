@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 import consequent
-from benchmarks.defaults.contestants import CONTESTANTS, DAMPINGS, options_of, unbounded
+from benchmarks.defaults.contestants import CONTESTANTS, DAMPINGS, KNOWN, options_of, unbounded
 from benchmarks.defaults.task import Task
 from benchmarks.defaults.tasks import QUICK, TASKS
 from consequent.reports.errors import StandstillError
@@ -57,7 +57,7 @@ class Scope:
 
     def rates(self, contestant: str) -> tuple[float, ...]:
         """The rates that are tried."""
-        rates = CONTESTANTS[contestant].rates
+        rates = KNOWN[contestant].rates
         return rates if self.most_rates is None else rates[2 : 2 + self.most_rates]
 
     def cases(self) -> list[tuple[str, str, str]]:
@@ -66,7 +66,7 @@ class Scope:
             (task, name, damping)
             for task in self.tasks
             for name in self.contestants
-            for damping in (self.dampings if CONTESTANTS[name].is_corrected else ("",))
+            for damping in (self.dampings if KNOWN[name].is_corrected else ("",))
         ]
 
 
@@ -147,7 +147,7 @@ def train(run: Run) -> Record:
     """
     torch.set_num_threads(1)
     task = TASKS[run.task](run.seed)
-    contestant = CONTESTANTS[run.contestant]
+    contestant = KNOWN[run.contestant]
     optimizer = contestant.optimiser(task.model, run.rate)
     correction = None
     if contestant.is_corrected:
@@ -227,7 +227,7 @@ def stress(scope: Scope, results: Results, damping: str) -> list[Run]:
     """Ten times the best rate of the search, for the C- versions at one damping; a bound has the rates of none."""
     found = []
     for task, contestant, _ in dataclasses.replace(scope, dampings=(damping,)).cases():
-        if CONTESTANTS[contestant].is_corrected:
+        if KNOWN[contestant].is_corrected:
             best = results.best_rate(scope, task, contestant, unbounded(damping))
             if best is not None:
                 found += [Run(task, contestant, damping, 10 * best, seed, scope.steps) for seed in scope.seeds]

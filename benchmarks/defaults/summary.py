@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from benchmarks.defaults.contestants import CONTESTANTS, damping_for, unbounded, with_bounds
+from benchmarks.defaults.contestants import CONTESTANTS, KNOWN, WITH_MEMORY, damping_for, unbounded, with_bounds
 from benchmarks.defaults.study import TUNING_SEED, Record, Results, Run, Scope, stress
 
 LARGEST_RATIO = 100.0
@@ -102,7 +102,7 @@ class Judge:
     ) -> Verdict:
         """All tasks with one rate, or each with its best one if that is None."""
         found = Verdict()
-        names = CONTESTANTS[contestant].plain
+        names = KNOWN[contestant].plain
         for task in tasks or self.scope.tasks:
             best_plain = tuned_plain(self.scope, self.results, task, names)
             if best_plain is None:
@@ -246,6 +246,21 @@ def under_stress(judge: Judge, damping: str) -> str:
     return table(["", "damping", "runs", *losses], rows)
 
 
+def by_memory(judge: Judge, damping: str, rates: Sequence[float]) -> str:
+    """How long Adam remembers squares: each task with its best rate, and one rate for all tasks."""
+    rows: list[list[object]] = []
+    for name in ("adam", "c-adam"):
+        for beta, contestant in ((0.999, name), *((other.split()[1], other) for other in _of_kind(name))):
+            of_case = damping_for(contestant, damping)
+            found = [judge.verdict(contestant, of_case, rate, judge.scope.seeds) for rate in (None, *rates)]
+            rows.append([name, beta, *found])
+    return table(["", "β₂", "each with its best rate", *(f"{rate:g} for all" for rate in rates)], rows)
+
+
+def _of_kind(name: str) -> list[str]:
+    return [other for other in WITH_MEMORY if other.split()[0] == name]
+
+
 def seconds(judge: Judge) -> str:
     """Seconds for each run, medians."""
     rows = []
@@ -257,6 +272,7 @@ def seconds(judge: Judge) -> str:
                 for record in judge.results.records.values()
                 if record["task"] == task
                 and record["steps"] == judge.scope.steps
+                and record["contestant"] in CONTESTANTS
                 and CONTESTANTS[record["contestant"]].is_corrected == corrected
             ]
             row.append(f"{statistics.median(found):.2f}" if found else "–")
@@ -290,6 +306,8 @@ def tables(scope: Scope, results: Results, rates: dict[str, float], damping: str
         with_each_bound(judge, rates, damping),
         f"## Ten times the best rate without a bound, {searched}, seeds {seeds}",
         under_stress(judge, damping),
+        f"## How long Adam remembers squares (β₂), {searched}, seeds {seeds}",
+        by_memory(judge, searched, (1e-3, 3e-3)),
         "## Seconds for each run, medians",
         seconds(judge),
     ]
