@@ -84,12 +84,12 @@ def lr(start: float) -> Knob:
 # ---- plain ones --------------------------------------------------------------------------------------------------
 
 
-def torchs(name: str) -> Plain:
-    """Returns what makes one of torch's optimisers, as `plain_optimizer` calls it."""
+def torchs(name: str, **options: Any) -> Plain:
+    """Returns what makes one of torch's optimisers, as `plain_optimizer` calls it, with further options of its own."""
 
     def make(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
         decay = 0.01 if name == "adamw" and "decay" not in settings else 0.0  # torch's own
-        return [plain_optimizer(name, model.parameters(), settings["lr"], decay, capturable=capturable)]
+        return [plain_optimizer(name, model.parameters(), settings["lr"], decay, capturable=capturable, **options)]
 
     return make
 
@@ -177,6 +177,7 @@ def foof(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimiz
 # ---- all of them -------------------------------------------------------------------------------------------------
 
 OTHER_LR = Knob("other_lr", 3e-5, 1e-2, 3e-4)  # of AdamW beside Muon
+SHORT_MEMORY = (0.9, 0.95)  # of gradients and of squares: steps follow gradients that shrink within tens of steps
 RELATIVE_DAMPING = Knob("relative_damping", 0.01, 1.0, 0.1)
 
 CONTESTANTS = {
@@ -195,6 +196,8 @@ CONTESTANTS = {
         Contestant("C-Nesterov", torchs("nesterov"), (lr(0.01), RELATIVE_DAMPING), correction={}),
         Contestant("C-Adam", torchs("adam"), (lr(3e-4), RELATIVE_DAMPING), correction={}),
         Contestant("C-AdamW", torchs("adamw"), (lr(3e-4), RELATIVE_DAMPING), correction={}),
+        Contestant("Adam-0.95", torchs("adam", betas=SHORT_MEMORY), (lr(1e-3),)),
+        Contestant("C-Adam-0.95", torchs("adam", betas=SHORT_MEMORY), (lr(1e-3), RELATIVE_DAMPING), correction={}),
         Contestant(
             "C-Nesterov-averaged",  # FOOF, but for the bound and how the damping is said
             torchs("nesterov"),

@@ -24,6 +24,7 @@ WITH_BATCH_NORM = ("Nesterov-BN", "AdamW-BN", "Muon-BN")
 MUON_CORRECTED = ("C-Muon", "Newton-Muon")  # of networks without convolutions, whose kernels Muon takes as copies
 OF_SIGNALS = (
     *("Adam", "Muon", "C-Adam", "C-Nesterov", "C-SGD", "Nesterov", "SOAP", "FOOF", "K-FAC", "Shampoo"),
+    *("Adam-0.95", "C-Adam-0.95"),
     *MUON_CORRECTED,
 )
 
