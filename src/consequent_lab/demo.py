@@ -57,12 +57,12 @@ class Demo:
         workers = self.workers or min(cores(), 5)
         if workers > 1:
             start_importing("consequent_lab.race.running")
-        from consequent_lab.comparison import finals_of
-        from consequent_lab.figures import draw_comparison
+        from consequent_lab.comparison import figure_of, finals_of
         from consequent_lab.race.results import Results
         from consequent_lab.race.running import Conditions
         from consequent_lab.race.table import terminal_table
         from consequent_lab.race.tasks import DEMO
+        from consequent_lab.report.static import draw_once
         from consequent_lab.screen import console
 
         screen = console()
@@ -79,8 +79,8 @@ class Demo:
         results.task = replace(task, settings_from="`consequent race demo`")
         screen.print(terminal_table(results))
         numbers = self.output.with_suffix(".json")
-        runs = [replace(run, label=run.label.removeprefix(f"{task.name}/")) for run in finals_of(results.lines)]
-        draw_comparison(self.output, runs)
+        runs = [replace(run, recipe="") for run in finals_of(results.lines)]
+        draw_once(figure_of(runs), [self.output])
         write_json(numbers, {**provenance(workers), "title": task.title, "lines": results.lines})
         screen.print(f"Picture: {self.output}   Numbers: {numbers}   Time: {time.perf_counter() - start:.0f} s")
 

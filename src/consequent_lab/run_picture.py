@@ -11,10 +11,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from consequent_lab.comparison import TEST_ACCURACY, TEST_LOSS, TRAINING_LOSS, SeenRun
+from consequent_lab.comparison import TEST_ACCURACY, TEST_LOSS, TRAINING_LOSS
+from consequent_lab.kept_runs import TrainedRun
 from consequent_lab.numbers import three_digits
 from consequent_lab.progress import shown_seconds
-from consequent_lab.train_config import TrainConfig
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48
@@ -22,16 +22,16 @@ BAR_WIDTH = 24  # of a change that is exactly as wanted
 LONGEST_BAR = 36
 
 
-def picture_of(run: SeenRun, config: TrainConfig) -> RenderableType:
+def picture_of(run: TrainedRun) -> RenderableType:
     """Returns the run, as far as it got, as a panel."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     facts.add_column()
-    total = _total(run, config)
+    total = _total(run)
     facts.add_row("iteration", _progress(run, total))
     speed = _speed(run)
     if speed is not None:
-        left = f", {shown_seconds((total - run.iterations) / speed)} left" if total and run.outcome == "running" else ""
+        left = f", {shown_seconds((total - run.iterations) / speed)} left" if total and not run.is_finished else ""
         facts.add_row("speed", f"{three_digits(speed)} iterations per second{left}")
     for word, metrics in (
         ("training loss", TRAINING_LOSS),
@@ -43,14 +43,14 @@ def picture_of(run: SeenRun, config: TrainConfig) -> RenderableType:
             is_accuracy = metrics is TEST_ACCURACY
             shown = f"{100 * curve[-1]:.2f} %" if is_accuracy else three_digits(curve[-1])
             facts.add_row(word, Text.assemble((sparkline(curve, log=not is_accuracy), "cyan"), f"  {shown}"))
-    title = Text(config.title, style="bold")
-    return Panel(Group(facts, _layers(run, config)), title=title, title_align="left", expand=False)
+    title = Text(run.config.title, style="bold")
+    return Panel(Group(facts, _layers(run)), title=title, title_align="left", expand=False)
 
 
-def _progress(run: SeenRun, total: int | None) -> RenderableType:
+def _progress(run: TrainedRun, total: int | None) -> RenderableType:
     words = Text(f"{run.iterations:,}" + (f" of {total:,}" if total else ""))
-    if run.outcome != "running":
-        words.append(f", {run.outcome}", style="bold red" if run.outcome == "diverged" else "bold green")
+    if run.is_finished:
+        words.append(f", {run.state}", style="bold red" if run.diverged else "bold green")
     if not total:
         return words
     line = Table.grid(padding=(0, 2))
@@ -58,15 +58,15 @@ def _progress(run: SeenRun, total: int | None) -> RenderableType:
     return line
 
 
-def _total(run: SeenRun, config: TrainConfig) -> int | None:
+def _total(run: TrainedRun) -> int | None:
     """Returns the run's iterations; None before an epoch's length is known."""
-    if config.iterations is not None:
-        return config.iterations
+    if run.config.iterations is not None:
+        return run.config.iterations
     last = next((line for line in reversed(run.lines) if line.get("epoch")), None)
-    return None if last is None else config.total_iterations(round(last["iteration"] / last["epoch"]))
+    return None if last is None else run.config.total_iterations(round(last["iteration"] / last["epoch"]))
 
 
-def _speed(run: SeenRun) -> float | None:
+def _speed(run: TrainedRun) -> float | None:
     """Returns iterations per second over the last lines."""
     timed = [(line["iteration"], line["seconds"]) for line in run.lines[-6:] if "seconds" in line]
     if len(timed) < 2 or timed[-1][1] <= timed[0][1]:
@@ -74,13 +74,12 @@ def _speed(run: SeenRun) -> float | None:
     return float((timed[-1][0] - timed[0][0]) / (timed[-1][1] - timed[0][1]))
 
 
-def _layers(run: SeenRun, config: TrainConfig) -> RenderableType:
+def _layers(run: TrainedRun) -> RenderableType:
     line = next((line for line in reversed(run.lines) if line.get("foresight")), None)
     if line is None:
-        what = (
-            "a plain optimiser foresees nothing" if not config.consequentialist else "train with --foresight to see it"
-        )
-        is_soon = config.foresight and run.outcome == "running"
+        can_be = run.config.consequentialist
+        what = "train with --foresight to see it" if can_be else "a plain optimiser foresees nothing"
+        is_soon = run.config.foresight and not run.is_finished
         return Text(f"\nlayers: {'not read yet' if is_soon else what}", style="dim")
     table = Table(box=SIMPLE_HEAD, pad_edge=False, title_justify="left", title_style="")
     table.title = f"\nchange of outputs at iteration {line['iteration']:,}, produced against wanted (│)"

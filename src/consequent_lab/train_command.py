@@ -165,9 +165,9 @@ def _report(folders: "list[RunFolder]", screen: "Console") -> None:
     for folder in folders:
         screen.print(f"Run: {folder.path}", markup=False, soft_wrap=True)
     if len(folders) > 1:
-        from consequent_lab.comparison import seen_runs, terminal_table
+        from consequent_lab.comparison import runs_at, terminal_table
 
-        screen.print(terminal_table(seen_runs([folder.path for folder in folders])))
+        screen.print(terminal_table(runs_at([folder.path for folder in folders])))
     diverged = [
         (folder, outcome) for folder in folders if (outcome := folder.outcome()) and outcome["outcome"] == "diverged"
     ]

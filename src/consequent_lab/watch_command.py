@@ -72,9 +72,8 @@ def _written_at(path: Path) -> float:
 
 def shown(folder: "RunFolder") -> "tuple[RenderableType, bool]":
     """Returns the run as it is now, and whether it may get on."""
-    from consequent_lab.comparison import run_in_folder
+    from consequent_lab.kept_runs import run_in
     from consequent_lab.run_picture import picture_of
-    from consequent_lab.train_config import TrainConfig
 
-    run = run_in_folder(folder.path)
-    return picture_of(run, folder.config(TrainConfig)), run.outcome == "running"
+    run = run_in(folder)
+    return picture_of(run), not run.is_finished

@@ -83,7 +83,7 @@ def test_two_processes_find_what_one_finds(demo, tmp_path):
 
 def test_what_only_a_search_needs_is_not_imported():
     script = (
-        "import sys, consequent_lab.figures, consequent_lab.race.running, consequent_lab.race.table\n"
+        "import sys, consequent_lab.report.static, consequent_lab.race.running, consequent_lab.race.table\n"
         "import consequent_lab.race.times\n"
         "print(sorted({'optuna', 'pytorch_optimizer', 'skimage'} & set(sys.modules)))"
     )

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from statistics import fmean
 
-from consequent_lab.paper.archive import KeptRun
+from consequent_lab.kept_runs import KeptRun
 from consequent_lab.paper.digits_recipe import (
     BEST_MOMENTUM,
     DAMPING,

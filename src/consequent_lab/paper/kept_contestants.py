@@ -7,7 +7,8 @@ from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean, median
 
-from consequent_lab.paper.archive import Archive, KeptRun
+from consequent_lab.kept_runs import KeptRun, TrainedRun
+from consequent_lab.paper.archive import Archive
 from consequent_lab.paper.findings import Number, Series
 from consequent_lab.paper.measures import Curve, advantage
 from consequent_lab.paper.rates import Chosen, Searched, variant_at
@@ -23,7 +24,7 @@ class KeptContestant:
     contestant: Contestant
     search: Searched
     choice: Chosen | None
-    runs: list[KeptRun]  # at the chosen rate, by seed
+    runs: list[TrainedRun]  # at the chosen rate, by seed
     seconds_per_iteration: float | None = None  # timed alone
     timed_as: str = ""  # CUDA graph or eager, and the device
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from consequent_lab.paper.archive import KeptRun
+from consequent_lab.kept_runs import KeptRun
 from consequent_lab.paper.findings import Axis, Figure, Finding, Lead, Number, Panel, Series, Table
 from consequent_lab.paper.kept_contestants import KeptContestant, kept_race, spread
 from consequent_lab.paper.race_finding import ITERATIONS_OR_SECONDS, race_finding, search_figure, seconds_note

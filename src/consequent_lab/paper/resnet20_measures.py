@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import median
 
-from consequent_lab.paper.archive import KeptRun
+from consequent_lab.kept_runs import KeptRun, TrainedRun
 from consequent_lab.paper.kept_contestants import KeptContestant
 from consequent_lab.paper.measures import first_above, stays_above
 
@@ -15,7 +15,7 @@ def reaches(run: KeptRun, level: float = ALL_CORRECT) -> float | None:
     return first_above(run.curve("epoch_accuracy"), level)
 
 
-def stays_at_all(run: KeptRun) -> float | None:
+def stays_at_all(run: TrainedRun) -> float | None:
     """Returns the iteration from which the paper's curve, one mini-batch every 100 iterations, stays at 100 %."""
     shown = [(place, value) for place, value in run.curve("batch_accuracy") if place % run.config.log_every == 0]
     return stays_above(shown, 1.0)
