@@ -5,6 +5,9 @@ from pathlib import Path
 
 import tyro
 
+from consequent_lab.comparison import figure_of, runs_at, terminal_table, write_csv, write_tensorboard
+from consequent_lab.screen import console
+
 
 @dataclass(frozen=True)
 class Compare:
@@ -30,9 +33,6 @@ class Compare:
 
     def run(self) -> None:
         """Reads the runs and shows them."""
-        from consequent_lab.comparison import figure_of, runs_at, terminal_table, write_csv, write_tensorboard
-        from consequent_lab.screen import console
-
         runs = runs_at(self.places)
         screen = console()
         screen.print(terminal_table(runs))

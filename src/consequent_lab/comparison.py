@@ -147,10 +147,9 @@ def figure_of(runs: Sequence[KeptRun]) -> Figure:
 
 def _series(run: KeptRun, metrics: Sequence[str]) -> Series:
     curve = run.curve(*metrics)
-    clock = {line["iteration"]: line.get("seconds") for line in run.lines}
-    columns: dict[str, list[Number]] = {"iteration": [at for at, _ in curve], "value": [value for _, value in curve]}
-    columns["seconds"] = [clock[at] for at, _ in curve]
-    return Series(f"{run.label}, seed {run.seed}", columns, run.label)
+    clock: dict[float, Number] = {line["iteration"]: line.get("seconds") for line in run.lines}
+    columns = {"iteration": [at for at, _ in curve], "value": [value for _, value in curve]}
+    return Series(f"{run.label}, seed {run.seed}", columns | {"seconds": [clock[at] for at, _ in curve]}, run.label)
 
 
 # ---- numbers for other programs ----------------------------------------------------------------------------------

@@ -4,12 +4,12 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import tyro
+from rich.console import Console
 
-if TYPE_CHECKING:  # The command line reads this file for its options; torch and optuna are imported when needed.
-    from rich.console import Console
+from consequent_lab.screen import console
 
 SETS = ("cifar10", "cifar100", "fashion-mnist", "pictures", "tables", "sources")
 
@@ -59,7 +59,6 @@ class Race:
     def run(self) -> None:
         """Runs what is asked for."""
         from consequent_lab.race.states import states_in
-        from consequent_lab.screen import console
 
         screen = console()
         stage, names = "race", self.words
@@ -80,7 +79,7 @@ class Race:
         for name in names:
             self._run_task(stage, name, deadline, screen)
 
-    def _run_task(self, stage: str, name: str, deadline: float | None, screen: "Console") -> None:
+    def _run_task(self, stage: str, name: str, deadline: float | None, screen: Console) -> None:
         from consequent_lab.race.contestants import contestant_named
         from consequent_lab.race.results import Results
         from consequent_lab.race.running import Conditions, race
@@ -119,7 +118,7 @@ class Race:
         else:
             screen.print(terminal_table(results))
 
-    def _write_data(self, names: tuple[str, ...], screen: "Console") -> None:
+    def _write_data(self, names: tuple[str, ...], screen: Console) -> None:
         from consequent_lab.race.files import write_arrays, write_images
         from consequent_lab.race.sources import arrays_of
 

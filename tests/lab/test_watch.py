@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 from test_trainer import SMALL, run
 
-from consequent_lab import cli, screen, watch_command
+from consequent_lab import cli, watch_command
 from consequent_lab.kept_runs import TrainedRun
-from consequent_lab.run_picture import picture_of
 from consequent_lab.runs import RunFolder
 
 FAST = replace(SMALL, hidden=(12,), iterations=30)
@@ -20,7 +19,7 @@ LAYER = {"wanted": 2.0, "produced": 1.0, "cosine": 0.75, "backprop_cosine": 0.25
 
 def shown(outcome, lines, config, width=100):
     console = Console(file=StringIO(), width=width)
-    console.print(picture_of(TrainedRun("train", "mine", 0, {"outcome": outcome}, lines, config, [])))
+    console.print(watch_command.picture_of(TrainedRun("train", "mine", 0, {"outcome": outcome}, lines, config, [])))
     return console.file.getvalue()
 
 
@@ -74,7 +73,7 @@ def test_a_finished_run_is_shown_once(tmp_path, capsys):
 def test_a_terminal_is_live_until_the_run_ends(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "run")
     console = Console(file=StringIO(), width=100, force_terminal=True)
-    monkeypatch.setattr(screen, "console", lambda: console)
+    monkeypatch.setattr(watch_command, "console", lambda: console)
     steps = iter([lambda: folder.append(line(10, train_loss=0.25)), lambda: folder.finish({"outcome": "finished"})])
     with folder.opened(FAST):
         folder.append(line(0, train_loss=2.0))

@@ -17,9 +17,9 @@ from consequent_lab.paper.digits_recipe import (
     race,
     with_momentum,
 )
-from consequent_lab.paper.findings import Axis, Figure, Finding, Number, Panel, Series, Statement
+from consequent_lab.paper.findings import Axis, Figure, Finding, Panel, Series, Statement
 from consequent_lab.paper.kept_contestants import KeptContestant, all_above, kept_race, lowered, spread
-from consequent_lab.paper.race_finding import circumstances, race_finding
+from consequent_lab.paper.race_finding import ITERATIONS_OR_SECONDS, circumstances, curve_panels, race_finding
 from consequent_lab.paper.recipes import Race
 from consequent_lab.paper.statements import Found, Outcome, judged
 
@@ -101,15 +101,12 @@ def _signed(values: list[float]) -> str:
 
 
 def _optimisers_figure(kept: Kept) -> Figure:
-    columns = ("train_loss", "test_accuracy")
-    labels = [prefix + name for name in OPTIMISERS for prefix in ("C-", "")]
-    series = [series for label in labels for series in kept[label].series(columns)]
-    x = [Axis("iteration", "iterations")]
-    y = {"training loss": Axis("train_loss", "loss on the training set", log=True)}
-    y["test accuracy"] = Axis("test_accuracy", "test accuracy")
+    some = [kept[prefix + name] for name in OPTIMISERS for prefix in ("C-", "")]
+    x = ITERATIONS_OR_SECONDS[:1]
+    loss = curve_panels({"training loss": some}, [Axis("train_loss", "loss on the training set", log=True)], x)
+    accuracy = curve_panels({"test accuracy": some}, [Axis("test_accuracy", "test accuracy")], x)
     caption = "Eight hidden layers of 64 on the digits, each optimiser at its own best learning rate."
-    panels = [Panel(title, series, x, [axis]) for title, axis in y.items()]
-    return Figure(f"{NAME}-optimisers", "Every optimiser with its C- version, on the digits", caption, panels)
+    return Figure(f"{NAME}-optimisers", "Every optimiser with its C- version, on the digits", caption, loss + accuracy)
 
 
 def _choices_figure(kept: Kept) -> Figure:
@@ -117,32 +114,18 @@ def _choices_figure(kept: Kept) -> Figure:
 
     def series(label: str, by: str, found: dict[float, KeptContestant], measure: str) -> Series:
         rows = [(value, run) for value, one in found.items() for run in one.runs]
-        columns: dict[str, list[Number]] = {by: [value for value, _ in rows]}
-        columns[measure] = [mean_log_loss(run) if measure == "mean_log_loss" else run.last(measure) for _, run in rows]
-        return Series(label, columns, style="markers")
+        measured = [mean_log_loss(run) if measure == "mean_log_loss" else run.last(measure) for _, run in rows]
+        return Series(label, {by: [value for value, _ in rows], measure: measured}, style="markers")
 
     by_damping = {damping: kept[damped(damping)] for damping in DAMPINGS}
-    damping_axis = [Axis("damping", "λ", log=True)]
+    damping, momentum = [Axis("damping", "λ", log=True)], [Axis("momentum", "momentum")]
+    loss, accuracy = Axis("mean_log_loss", "mean log₁₀ of the loss"), Axis("test_accuracy", "test accuracy")
+    by_momentum = {name: {m: kept[with_momentum(name, m)] for m in MOMENTA} for name in WITH_MOMENTUM}
+    of_momentum = [series(name, "momentum", found, loss.column) for name, found in by_momentum.items()]
     panels = [
-        Panel("λ: loss", [series("C-SGD", "damping", by_damping, "mean_log_loss")], damping_axis, [_MEAN_LOSS]),
-        Panel(
-            "λ: test accuracy",
-            [series("C-SGD", "damping", by_damping, "test_accuracy")],
-            damping_axis,
-            [Axis("test_accuracy", "test accuracy")],
-        ),
-        Panel(
-            "momentum: loss",
-            [
-                series(name, "momentum", {m: kept[with_momentum(name, m)] for m in MOMENTA}, "mean_log_loss")
-                for name in WITH_MOMENTUM
-            ],
-            [Axis("momentum", "momentum")],
-            [_MEAN_LOSS],
-        ),
+        Panel("λ: loss", [series("C-SGD", "damping", by_damping, loss.column)], damping, [loss]),
+        Panel("λ: test accuracy", [series("C-SGD", "damping", by_damping, accuracy.column)], damping, [accuracy]),
+        Panel("momentum: loss", of_momentum, momentum, [loss]),
     ]
     caption = "A point for every seed, each setting at its own best learning rate."
     return Figure(f"{NAME}-choices", "What ridge and momentum do, on the digits", caption, panels)
-
-
-_MEAN_LOSS = Axis("mean_log_loss", "mean log₁₀ of the loss")

@@ -5,17 +5,11 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
-from consequent_lab.paper.findings import Axis, Figure, Finding, Panel, Statement
+from consequent_lab.paper.findings import Axis, Figure, Finding, Statement
 from consequent_lab.paper.kept_contestants import KeptContestant, kept_race, lowered, mean_of
 from consequent_lab.paper.measures import EPOCHS_OF_A_DROP, apart, crossing, roughness, sharp_drop
 from consequent_lab.paper.mlp_recipe import NAME, NORMALISATIONS, race, title_of
-from consequent_lab.paper.race_finding import (
-    ITERATIONS_OR_SECONDS,
-    circumstances,
-    race_finding,
-    search_figure,
-    seconds_note,
-)
+from consequent_lab.paper.race_finding import circumstances, curve_panels, race_finding, search_figure, seconds_note
 from consequent_lab.paper.recipes import Race
 from consequent_lab.paper.statements import Found, Outcome, judged, statement_rows
 
@@ -243,22 +237,14 @@ def _by_cell(values: Mapping[Cell, object], form: Callable[..., str], opening: s
 
 
 def _figure(panels: dict[str, list[KeptContestant]], contestants: Iterable[KeptContestant]) -> Figure:
-    columns = ("train_loss", "train_accuracy", "test_accuracy")
+    axes = [
+        Axis("train_loss", "loss on the training set", log=True),
+        Axis("train_accuracy", "accuracy on the training set"),
+        Axis("test_accuracy", "test accuracy"),
+    ]
     return Figure(
         name=NAME,
         title="Loss over the full training set, SGD and C-SGD",
         caption=f"NF: normalised features. After every epoch. {seconds_note(contestants)}",
-        panels=[
-            Panel(
-                title,
-                [series for one in some for series in one.series(columns)],
-                ITERATIONS_OR_SECONDS,
-                [
-                    Axis("train_loss", "loss on the training set", log=True),
-                    Axis("train_accuracy", "accuracy on the training set"),
-                    Axis("test_accuracy", "test accuracy"),
-                ],
-            )
-            for title, some in panels.items()
-        ],
+        panels=curve_panels(panels, axes),
     )

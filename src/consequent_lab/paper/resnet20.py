@@ -8,7 +8,14 @@ from consequent_lab.kept_runs import KeptRun
 from consequent_lab.paper.findings import Axis, Figure, Finding, Lead, Number, Panel, Series, Table
 from consequent_lab.paper.kept_contestants import KeptContestant, kept_race, spread
 from consequent_lab.paper.race_finding import ITERATIONS_OR_SECONDS, race_finding, search_figure, seconds_note
-from consequent_lab.paper.resnet20_measures import ALL_CORRECT, last_common_epoch, layer_norms, reaches, stays_at_all
+from consequent_lab.paper.resnet20_measures import (
+    ALL_CORRECT,
+    forgotten,
+    last_common_epoch,
+    layer_norms,
+    reaches,
+    stays_at_all,
+)
 from consequent_lab.paper.resnet20_recipe import NAME, SHORT, race
 from consequent_lab.paper.resnet20_statements import statements
 
@@ -114,10 +121,9 @@ def headlines_table(contestants: Iterable[KeptContestant]) -> Table:
     def learnt(one: KeptContestant) -> str:
         return spread([stays_at_all(run) for run in one.runs], within=_shortest(one), counted=False)
 
-    def forgotten(one: KeptContestant) -> str:
+    def lost(one: KeptContestant) -> str:
         compared = [run for run in one.runs if run.at("test_accuracy", end) is not None]
-        totals = [sum(count for at, count in run.curve("forgotten") if at <= end) for run in compared]
-        return spread([float(total) for total in totals], counted=False)
+        return spread([forgotten(run, until=end) for run in compared], counted=False)
 
     columns: dict[str, Cell] = {
         "contestant": lambda one: one.label,
@@ -128,7 +134,7 @@ def headlines_table(contestants: Iterable[KeptContestant]) -> Table:
         "last mini-batches at 100 % from iteration": learnt,
         f"loss over the epoch until {end:,}": lambda one: _at(one, "epoch_loss", end, ".2g"),
         f"test accuracy at {end:,}": lambda one: _at(one, "test_accuracy", end, ".3f"),
-        f"samples forgotten until {end:,}": forgotten,
+        f"samples forgotten until {end:,}": lost,
     }
     return _table("Mean and range over the seeds", present, columns)
 
@@ -220,7 +226,7 @@ def _norm_series(run: KeptRun) -> list[Series]:
     return [
         Series(
             f"iteration {iteration:,}",
-            {"layer": [float(place + 1) for place in range(len(values))], "norm": [*values]},
+            {"layer": [float(place + 1) for place in range(len(values))], "norm": values},
             style="line+markers",
         )
         for iteration, values in norms[::stride]

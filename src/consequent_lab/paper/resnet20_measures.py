@@ -1,5 +1,6 @@
 """How the statements on ResNet-20 are measured on runs."""
 
+import math
 from collections.abc import Sequence
 from statistics import median
 
@@ -21,9 +22,9 @@ def stays_at_all(run: TrainedRun) -> float | None:
     return stays_above(shown, 1.0)
 
 
-def forgotten_after(run: KeptRun, iteration: float) -> int:
-    """Returns how many samples of the training set were correct at one evaluation after this and wrong at the next."""
-    return int(sum(value for place, value in run.curve("forgotten") if place > iteration))
+def forgotten(run: KeptRun, after: float = 0, until: float = math.inf) -> float:
+    """Returns how many samples of the training set were correct at one evaluation and wrong at the next, in all."""
+    return float(sum(value for place, value in run.curve("forgotten") if after < place <= until))
 
 
 def last_common_epoch(contestants: Sequence[KeptContestant]) -> float:

@@ -15,7 +15,7 @@ from consequent_lab.paper.race_finding import circumstances
 from consequent_lab.paper.recipes import Race
 from consequent_lab.paper.resnet20_measures import (
     ALL_CORRECT,
-    forgotten_after,
+    forgotten,
     last_common_epoch,
     reaches,
     seconds_to,
@@ -119,16 +119,16 @@ class Judge:
         ]
 
     def _none_forgotten(self) -> Found:
-        forgotten = self._forgotten_late("C-SGD")
-        return f"{spread(forgotten)}.", [not any(forgotten) if forgotten else None]
+        counts = self._forgotten_late("C-SGD")
+        return f"{spread(counts)}.", [not any(counts) if counts else None]
 
     def _bn_forgets(self) -> Found:
-        forgotten = self._forgotten_late("SGD-BN")
-        return f"{spread(forgotten)}.", [all(forgotten) if forgotten else None]
+        counts = self._forgotten_late("SGD-BN")
+        return f"{spread(counts)}.", [all(counts) if counts else None]
 
-    def _forgotten_late(self, label: str) -> list[int]:
+    def _forgotten_late(self, label: str) -> list[float]:
         runs = [run for run in self._kept[label].runs if run.outcome["iteration"] > C_SGD_AT]
-        return [forgotten_after(run, C_SGD_AT) for run in runs]
+        return [forgotten(run, after=C_SGD_AT) for run in runs]
 
     def _faster_in_the_beginning(self) -> Found:
         pairs = list(product(*(self._kept[label].curves("epoch_loss") for label in ("C-SGD", "SGD-BN"))))
@@ -224,13 +224,7 @@ class Judge:
     def _forgets_less(self) -> Found:
         labels = ("C-SGD", "SGD-BN")
         common = min(self._iterations(label) for label in labels)
-        totals = {
-            label: [
-                float(sum(lost for at, lost in run.curve("forgotten") if at <= common))
-                for run in self._kept[label].runs
-            ]
-            for label in labels
-        }
+        totals = {label: [forgotten(run, until=common) for run in self._kept[label].runs] for label in labels}
         return f"In {common:,} iterations: {_spreads(totals)}.", [_all_below(*totals.values())]
 
     def _iterations(self, label: str) -> int:

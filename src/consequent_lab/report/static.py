@@ -151,8 +151,7 @@ def _draw_curve(axes: Axes, curve: Curve, x: Axis, y: Axis, line: CurveStyle) ->
     if faint:
         properties |= {"linewidth": 0.6, "alpha": 0.5}
     axes.plot(
-        _numbers(curve.series.columns[x.column]),
-        _numbers(curve.series.columns[y.column]),
+        *(np.array(curve.series.columns[axis.column], dtype=float) for axis in (x, y)),  # None is a gap
         markersize=6 if style == "markers" else 3,
         zorder=4 if line.points_only else 2 if faint else 3,
         **properties,
@@ -196,10 +195,6 @@ def _scale(axis: Any, log: bool) -> None:
 def _legend_line(group: str, line: CurveStyle) -> Line2D:
     properties = _line_properties(line, with_line=not line.points_only, with_markers=line.points_only)
     return Line2D([], [], label=_text(group), markersize=6, **properties)
-
-
-def _numbers(values: list[float | None]) -> np.ndarray:
-    return np.array([math.nan if value is None else value for value in values])
 
 
 def _text(text: str) -> str:
