@@ -59,10 +59,12 @@ class Demo:
         workers = self.workers or min(cores(), 5)
         if workers > 1:
             start_importing("consequent_lab.race.running")
+        from rich.markdown import Markdown
+
         from consequent_lab.comparison import figure_of, finals_of
         from consequent_lab.race.results import Results
         from consequent_lab.race.running import Conditions
-        from consequent_lab.race.table import terminal_table
+        from consequent_lab.race.table import markdown_table
         from consequent_lab.race.tasks import DEMO
         from consequent_lab.report.static import draw_once
 
@@ -78,7 +80,7 @@ class Demo:
             results = Results.of(task, Path(folder))
             self._race(conditions, workers, results, screen)
         results.task = replace(task, settings_from="`consequent race demo`")
-        screen.print(terminal_table(results))
+        screen.print(Markdown(markdown_table(results)))
         numbers = self.output.with_suffix(".json")
         runs = [replace(run, recipe="") for run in finals_of(results.lines)]
         draw_once(figure_of(runs), [self.output])
