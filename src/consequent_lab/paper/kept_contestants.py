@@ -48,10 +48,8 @@ class KeptContestant:
         """
         if by == "seconds" and self.seconds_per_iteration is None:
             return []
-        place = self.seconds if by == "seconds" else (lambda line: line["iteration"])
-        curves = [
-            [(place(line), line[quantity]) for line in run.lines if line.get(quantity) is not None] for run in self.runs
-        ]
+        unit = 1 if by == "iteration" else self.seconds_per_iteration or 0
+        curves = [[(unit * iteration, value) for iteration, value in run.curve(quantity)] for run in self.runs]
         return [curve for curve in curves if len(curve) > 1]
 
     def seconds(self, line: dict[str, float]) -> float:

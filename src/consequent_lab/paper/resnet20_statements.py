@@ -63,9 +63,9 @@ Times = Sequence[float | None]  # seconds until an accuracy, of every seed; None
 # ---- measures of runs --------------------------------------------------------------------------------------------
 
 
-def reaches(run: KeptRun, level: float = ALL_CORRECT) -> float | None:
-    """Returns the iteration at which the accuracy over an epoch is first at the level."""
-    return first_above(run.curve("epoch_accuracy"), level)
+def reaches(run: KeptRun) -> float | None:
+    """Returns the iteration at which all samples of an epoch are first known, but for a few."""
+    return first_above(run.curve("epoch_accuracy"), ALL_CORRECT)
 
 
 def stays_at_all(run: TrainedRun) -> float | None:
