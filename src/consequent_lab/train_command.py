@@ -172,15 +172,12 @@ def _report(folders: list[RunFolder], screen: Console) -> None:
     if diverged:
         config = diverged[0][0].config(TrainConfig)
         listed = ", ".join(f"{folder.path} at iteration {outcome['iteration']}" for folder, outcome in diverged)
-        larger = f", or a larger damping (--{_damping_option(config)})" if config.consequentialist else ""
+        option = "relative-damping" if config.damping is None else "damping"
+        larger = f", or a larger damping (--{option})" if config.consequentialist else ""
         raise DivergedError(
             f"the loss is not finite any more: {listed}. Try a smaller learning rate than {config.lr:g} (--lr), "
             f"a warm-up (--warm-up){larger}"
         )
-
-
-def _damping_option(config: TrainConfig) -> str:
-    return "relative-damping" if config.damping is None else "damping"
 
 
 def variant_of(config: TrainConfig) -> str:

@@ -21,7 +21,6 @@ from consequent_lab.runs import DamagedFileError, RunFolder, config_from, parsed
 from consequent_lab.train_config import TrainConfig
 
 LINES_WITH_NORMS = 20
-SUFFIX = ".jsonl"
 LEFT_OUT = {"lr", "running_loss", "running_accuracy"}
 
 
@@ -64,7 +63,7 @@ class Archive:
     def recipes(self) -> list[str]:
         """Returns the recipes that something is kept of."""
         folders = {path.name for root in self._roots for path in root.glob("*/")}
-        return sorted(folders | {path.stem for root in self._roots for path in root.glob(f"*{SUFFIX}")})
+        return sorted(folders | {path.stem for root in self._roots for path in root.glob("*.jsonl")})
 
     def _in(self, root: Path, recipe: str, variant: str, seed: int) -> TrainedRun | None:
         folder = RunFolder.of(root, recipe, variant, seed)
@@ -80,7 +79,7 @@ class Archive:
         return [self._compact_in(root, recipe) for root in self._roots]
 
     def _compact_in(self, root: Path, recipe: str) -> dict[tuple[str, int], TrainedRun]:
-        path = compact_path(root, recipe)
+        path = root / f"{recipe}.jsonl"
         if path not in self._compact:
             self._compact[path] = {(run.variant, run.seed): run for run in read_compact(path)} if path.exists() else {}
         return self._compact[path]
@@ -89,15 +88,10 @@ class Archive:
 # ---- compact files -----------------------------------------------------------------------------------------------
 
 
-def compact_path(root: Path, recipe: str) -> Path:
-    """Returns where the compact file of a recipe is."""
-    return root / f"{recipe}{SUFFIX}"
-
-
 def write_compact(runs: Sequence[TrainedRun], root: Path) -> Path:
     """Writes the runs of one recipe to its compact file, beside those that are there already; returns its path."""
     (recipe,) = {run.recipe for run in runs}
-    path = compact_path(root, recipe)
+    path = root / f"{recipe}.jsonl"
     texts = {(run.variant, run.seed): text for run, text in (_pieces(path) if path.exists() else ())}
     texts |= {(run.variant, run.seed): _text(run) for run in runs}
     write_atomically(path, lambda file: file.write(b"".join(texts[key] for key in sorted(texts))))
