@@ -12,6 +12,7 @@ from rich.console import Console
 from consequent_lab.bench_tables import cost_table, verdicts
 from consequent_lab.records import device_name, measured_on, write_json
 from consequent_lab.screen import console
+from consequent_lab.train_command import chosen_device
 
 if TYPE_CHECKING:  # The command line reads this file for its options; torch is imported when needed.
     from consequent_lab.timing import Plan
@@ -49,8 +50,6 @@ class Bench:
 
     def run(self) -> None:
         """Measures, shows the result and writes it."""
-        from consequent_lab.train_command import chosen_device
-
         start = time.perf_counter()
         if self.tables:
             _print_table(self.tables)
