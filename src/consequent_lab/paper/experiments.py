@@ -6,7 +6,7 @@ from pathlib import Path
 
 from consequent_lab.paper import digits, filters, inside, learning_rates, loss_surface, mlp, output_paths, resnet20
 from consequent_lab.paper.findings import Finding
-from consequent_lab.paper.recipes import Recipe
+from consequent_lab.paper.recipes import Race, Recipe
 
 
 @dataclass(frozen=True)
@@ -52,5 +52,6 @@ def find(names: Sequence[str], *runs: Path) -> list[Finding]:
 
 def recipe_names(quick: bool) -> list[str]:
     """Returns the names under which runs are kept."""
-    recipes = [recipe.name for experiment in experiments().values() for recipe in experiment.recipes(quick)]
-    return [name + step for name in dict.fromkeys(recipes) for step in ("", "-search", "-timing")]
+    recipes = {one.name: one for experiment in experiments().values() for one in experiment.recipes(quick)}
+    steps = {name: ("", "-search", "-timing") if isinstance(one, Race) else ("",) for name, one in recipes.items()}
+    return [name + step for name, some in steps.items() for step in some]
