@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from benchmarks.scaling.study import Curve
-from consequent_lab.figures import FAINT, INK
 from consequent_lab.records import write_atomically
+from consequent_lab.report.static import FAINT, INK
 
 # Okabe and Ito's colours, told apart by colour-blind readers too.
 LINES = {

@@ -1,14 +1,20 @@
 """`consequent bench`: what the correction costs."""
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-if TYPE_CHECKING:  # The command line reads this file for its options; torch is imported when needed.
-    from rich.console import Console
+from rich.console import Console
 
+from consequent_lab.bench_tables import cost_table, verdicts
+from consequent_lab.records import device_name, measured_on, write_json
+from consequent_lab.screen import console
+from consequent_lab.train_command import chosen_device
+
+if TYPE_CHECKING:  # The command line reads this file for its options; torch is imported when needed.
     from consequent_lab.timing import Plan
 
 T = TypeVar("T")
@@ -44,10 +50,6 @@ class Bench:
 
     def run(self) -> None:
         """Measures, shows the result and writes it."""
-        from consequent_lab.records import device_name
-        from consequent_lab.screen import console
-        from consequent_lab.train_command import chosen_device
-
         start = time.perf_counter()
         if self.tables:
             _print_table(self.tables)
@@ -58,11 +60,9 @@ class Bench:
         self._measure(screen, device)
         screen.print(f"Time: {time.perf_counter() - start:.0f} s")
 
-    def _measure(self, screen: "Console", device: str) -> None:
+    def _measure(self, screen: Console, device: str) -> None:
         from rich.markdown import Markdown
 
-        from consequent_lab.bench_tables import cost_table, verdicts
-        from consequent_lab.records import write_json
         from consequent_lab.rounding import tf32
         from consequent_lab.speed import play
         from consequent_lab.targets import FULL, QUICK, matches
@@ -103,16 +103,10 @@ def chosen(names: Sequence[str], measurements: dict[str, T]) -> list[T]:
 
 def new_record(study: str, device: str, *, quick: bool) -> dict[str, Any]:
     """Returns what every JSON file of measurements begins with."""
-    from consequent_lab.records import measured_on
-
     return {"study": study, "quick": quick, **measured_on(device)}
 
 
 def _print_table(paths: tuple[Path, ...]) -> None:
-    import json
-
-    from consequent_lab.bench_tables import cost_table
-
     records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     for path, record in zip(paths, records, strict=True):
         if record.get("study") != "speed":

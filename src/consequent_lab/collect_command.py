@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from consequent_lab.screen import console
+
 
 @dataclass(frozen=True)
 class Collect:
@@ -24,7 +26,6 @@ class Collect:
         """Writes the files."""
         from consequent_lab.paper.archive import Archive, write_compact
         from consequent_lab.paper.experiments import recipe_names
-        from consequent_lab.screen import console
 
         if not self.runs.is_dir():
             raise ValueError(f"--runs {self.runs} is no folder")

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import tyro
 
+from consequent_lab.comparison import figure_of, runs_at, terminal_table, write_csv, write_tensorboard
+from consequent_lab.screen import console
+
 
 @dataclass(frozen=True)
 class Compare:
@@ -30,10 +33,7 @@ class Compare:
 
     def run(self) -> None:
         """Reads the runs and shows them."""
-        from consequent_lab.comparison import seen_runs, terminal_table, write_csv, write_tensorboard
-        from consequent_lab.screen import console
-
-        runs = seen_runs(self.places)
+        runs = runs_at(self.places)
         screen = console()
         screen.print(terminal_table(runs))
         if self.csv is not None:
@@ -45,7 +45,7 @@ class Compare:
             write_tensorboard(self.tensorboard, runs)
             screen.print(f"Scalars: tensorboard --logdir {self.tensorboard}", markup=False, soft_wrap=True)
         if self.figure is not None:
-            from consequent_lab.figures import draw_comparison
+            from consequent_lab.report.static import draw_once
 
-            draw_comparison(self.figure, runs)
+            draw_once(figure_of(runs), [self.figure])
             screen.print(f"Curves: {self.figure}", markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Runs of any kind beside each other: as a table, as lines of CSV, as scalars of TensorBoard.
+"""Runs of any kind beside each other: as a table, as a figure, as lines of CSV, as scalars of TensorBoard.
 
 A run is read from its folder, from a compact file of `consequent collect`, or from the finals of `consequent race`.
 Runs that differ by their seed alone are one row of the table.
@@ -6,57 +6,21 @@ Runs that differ by their seed alone are one row of the table.
 
 import csv
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from consequent_lab.kept_runs import KeptRun, Line, run_in
 from consequent_lab.numbers import three_digits
+from consequent_lab.paper.findings import Axis, Figure, Number, Panel, Series
 from consequent_lab.progress import shown_seconds
 from consequent_lab.race.curves import unpacked
 from consequent_lab.runs import RunFolder
-from consequent_lab.train_config import TrainConfig
-
-Line = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class SeenRun:
-    """A run as it is compared."""
-
-    label: str  # up to its seed
-    seed: int
-    outcome: str  # "finished", "diverged" or "running"
-    lines: list[Line]  # of metrics, each with an iteration
-    seconds: float | None  # of training so far, where it was measured
-
-    @property
-    def iterations(self) -> int:
-        """Iterations so far."""
-        return int(self.lines[-1]["iteration"]) if self.lines else 0
-
-    def curve(self, *metrics: str, by: str = "iteration") -> list[tuple[float, float]]:
-        """Returns the first of these metrics that the run has, against iterations or seconds."""
-        for metric in metrics:
-            found = [(line[by], line[metric]) for line in self.lines if _has(line, by) and _has(line, metric)]
-            if found:
-                return found
-        return []
-
-    def last(self, *metrics: str) -> float | None:
-        """Returns the last value of the first of these metrics that the run has; None of one that diverged."""
-        curve = self.curve(*metrics)
-        return curve[-1][1] if curve and self.outcome != "diverged" else None
-
-
-def _has(line: Line, name: str) -> bool:
-    value = line.get(name)
-    return value is not None and value == value
-
 
 TRAINING_LOSS = ("train_loss", "epoch_loss", "running_loss", "batch_loss")
 TEST_ACCURACY = ("test_accuracy", "validation_accuracy")
@@ -66,19 +30,19 @@ TEST_LOSS = ("test_loss", "validation_loss")
 # ---- reading -----------------------------------------------------------------------------------------------------
 
 
-def seen_runs(paths: Sequence[Path]) -> list[SeenRun]:
+def runs_at(paths: Sequence[Path]) -> list[KeptRun]:
     """Returns all runs at these places: run folders, folders with such in them, or files of JSON lines.
 
     Raises:
         ValueError: if there is none at one of them; says what is looked for.
     """
-    runs: list[SeenRun] = []
+    runs: list[KeptRun] = []
     for path in paths:
         if path.is_file():
             found = list(_in_file(path))
         else:
             configs = sorted(path.rglob("config.json")) if path.is_dir() else []
-            found = [run_in_folder(config.parent) for config in configs]
+            found = [run_in(RunFolder(config.parent)) for config in configs]
         if not found:
             raise ValueError(
                 f"{path} has no runs: name a run's folder (with config.json), a folder of such, or a file of "
@@ -88,18 +52,7 @@ def seen_runs(paths: Sequence[Path]) -> list[SeenRun]:
     return runs
 
 
-def run_in_folder(path: Path) -> SeenRun:
-    """Returns the run of a folder, as far as it got."""
-    folder = RunFolder(path)
-    outcome, lines = folder.outcome(), folder.metrics()
-    recipe, variant = path.parent.parent.name, path.parent.name
-    label = variant if recipe == "train" else f"{recipe}/{variant}"
-    seconds = lines[-1]["seconds"] if lines else 0.0
-    state = "running" if outcome is None else str(outcome["outcome"])
-    return SeenRun(label, folder.config(TrainConfig).seed, state, lines, seconds)
-
-
-def _in_file(path: Path) -> Iterator[SeenRun]:
+def _in_file(path: Path) -> Iterator[KeptRun]:
     from consequent_lab.race.results import read_lines
 
     lines = read_lines(path) if path.suffix in (".jsonl", ".gz") else []
@@ -107,32 +60,29 @@ def _in_file(path: Path) -> Iterator[SeenRun]:
         yield from finals_of(lines)
         return
     if path.suffix == ".jsonl":
-        from consequent_lab.paper.archive import UNFINISHED, read_compact
+        from consequent_lab.paper.archive import read_compact
 
-        for run in read_compact(path):
-            outcome = run.outcome["outcome"]
-            state = "running" if outcome == UNFINISHED else outcome
-            yield SeenRun(f"{run.recipe}/{run.variant}", run.seed, state, run.lines, run.outcome["seconds"])
+        yield from read_compact(path)
 
 
-def finals_of(lines: Sequence[Line]) -> Iterator[SeenRun]:
+def finals_of(lines: Sequence[Line]) -> Iterator[KeptRun]:
     """Yields the finals among the lines of a race, in seconds as well where eager steps were timed."""
     timed = {line["contestant"]: line["milliseconds"] for line in lines if line["kind"] == "time"}
     for final in lines:
         if final["kind"] != "final":
             continue
         curve: list[Line] = unpacked(final["curve"])
-        outcome = "diverged" if any(value != value for value in curve[-1].values()) else "finished"
+        has_ended = all(value == value for value in curve[-1].values())
         if "eager" in (milliseconds := timed.get(final["contestant"], {})):
             pace = milliseconds["eager"]["median"] / 1e3
             curve = [{**line, "seconds": pace * line["iteration"]} for line in curve]
-        label = f"{final['recipe']['task']}/{final['contestant']}"
-        yield SeenRun(label, final["seed"], outcome, curve, final["seconds"])
+        outcome = {"outcome": "finished" if has_ended else "diverged", "seconds": final["seconds"]}
+        yield KeptRun(final["recipe"]["task"], final["contestant"], final["seed"], outcome, curve)
 
 
-def by_label(runs: Sequence[SeenRun]) -> dict[str, list[SeenRun]]:
+def by_label(runs: Sequence[KeptRun]) -> dict[str, list[KeptRun]]:
     """Returns the runs that differ by their seeds alone together."""
-    groups: dict[str, list[SeenRun]] = {}
+    groups: dict[str, list[KeptRun]] = {}
     for run in runs:
         groups.setdefault(run.label, []).append(run)
     return groups
@@ -141,7 +91,7 @@ def by_label(runs: Sequence[SeenRun]) -> dict[str, list[SeenRun]]:
 # ---- showing -----------------------------------------------------------------------------------------------------
 
 
-def terminal_table(runs: Sequence[SeenRun]) -> Table:
+def terminal_table(runs: Sequence[KeptRun]) -> Table:
     """Returns a row for all runs of a label: medians over seeds, and from the lowest to the highest.
 
     Runs that diverged have no values in it; the last column says how many did.
@@ -151,15 +101,15 @@ def terminal_table(runs: Sequence[SeenRun]) -> Table:
     for heading in ("seeds", "iterations", "training\ntime", "training\nloss", "test\naccuracy", "test\nloss", "state"):
         table.add_column(heading, justify="right")
     for label, group in by_label(runs).items():
-        times = [run.seconds for run in group if run.seconds is not None]
+        ended = [run for run in group if not run.diverged]
         table.add_row(
             Text(label),
             str(len(group)),
             f"{statistics.median(run.iterations for run in group):,.0f}",
-            shown_seconds(statistics.median(times)) if times else "–",
-            _spread([run.last(*TRAINING_LOSS) for run in group]),
-            _spread([run.last(*TEST_ACCURACY) for run in group], percent=True),
-            _spread([run.last(*TEST_LOSS) for run in group]),
+            shown_seconds(statistics.median(run.outcome["seconds"] for run in group)),
+            _spread([run.last(*TRAINING_LOSS) for run in ended]),
+            _spread([run.last(*TEST_ACCURACY) for run in ended], percent=True),
+            _spread([run.last(*TEST_LOSS) for run in ended]),
             _states(group),
         )
     return table
@@ -178,11 +128,28 @@ def _spread(values: list[float | None], percent: bool = False) -> str:
     return middle if len(known) == 1 else f"{middle}\n({shown(min(known))}–{shown(max(known))})"
 
 
-def _states(group: list[SeenRun]) -> str:
-    states = {run.outcome for run in group}
-    if len(states) == 1:
-        return states.pop()
-    return "\n".join(f"{sum(run.outcome == state for run in group)} {state}" for state in sorted(states))
+def _states(group: list[KeptRun]) -> str:
+    counts = Counter(run.state for run in group)
+    return next(iter(counts)) if len(counts) == 1 else "\n".join(f"{counts[state]} {state}" for state in sorted(counts))
+
+
+def figure_of(runs: Sequence[KeptRun]) -> Figure:
+    """Returns training loss against iterations and seconds, and what the test set says against iterations."""
+    iterations, seconds = Axis("iteration", "iterations"), Axis("seconds", "seconds of training")
+    loss = Axis("value", "training loss", log=True)
+    has_accuracy = any(run.curve(*TEST_ACCURACY) for run in runs)
+    test = Axis("value", "test accuracy") if has_accuracy else Axis("value", "test loss", log=True)
+    training = [_series(run, TRAINING_LOSS) for run in runs]
+    tested = [_series(run, TEST_ACCURACY if has_accuracy else TEST_LOSS) for run in runs]
+    panels = [Panel("", training, axes, [loss]) for axes in ([iterations, seconds], [seconds, iterations])]
+    return Figure("comparison", "", "", [*panels, Panel("", tested, [iterations], [test])])
+
+
+def _series(run: KeptRun, metrics: Sequence[str]) -> Series:
+    curve = run.curve(*metrics)
+    clock: dict[float, Number] = {line["iteration"]: line.get("seconds") for line in run.lines}
+    columns = {"iteration": [at for at, _ in curve], "value": [value for _, value in curve]}
+    return Series(f"{run.label}, seed {run.seed}", columns | {"seconds": [clock[at] for at, _ in curve]}, run.label)
 
 
 # ---- numbers for other programs ----------------------------------------------------------------------------------
@@ -203,7 +170,7 @@ def scalars(line: Line) -> dict[str, float]:
     return found
 
 
-def write_csv(file: IO[str], runs: Sequence[SeenRun]) -> None:
+def write_csv(file: IO[str], runs: Sequence[KeptRun]) -> None:
     """Writes a row for every reading of every run; what a reading has not is empty."""
     rows = [{"run": run.label, "seed": run.seed, **scalars(line)} for run in runs for line in run.lines]
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -212,7 +179,7 @@ def write_csv(file: IO[str], runs: Sequence[SeenRun]) -> None:
     writer.writerows(rows)
 
 
-def write_tensorboard(folder: Path, runs: Sequence[SeenRun]) -> None:
+def write_tensorboard(folder: Path, runs: Sequence[KeptRun]) -> None:
     """Writes every reading of every run as scalars, a folder for each run.
 
     Raises:

@@ -2,12 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import tyro
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
 
-if TYPE_CHECKING:  # The command line reads this file for its options; torch is imported when needed.
-    from rich.console import Console
+from consequent_lab.screen import console
 
 Name = Literal["cifar10", "cifar100", "fashion-mnist", "digits"]
 COLOURS = {"missing": "yellow", "incomplete": "red", "damaged": "red"}
@@ -30,12 +34,7 @@ class Data:
 
     def run(self) -> None:
         """Downloads if asked, shows the table, and raises if anything is damaged or could not be downloaded."""
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-        from rich.text import Text
-
         from consequent_lab.datasets import NAMES, data_folder
-        from consequent_lab.screen import console
 
         folder, names, screen = data_folder(self.data), self.names or NAMES, console()
         failures = _download(names, folder, screen) if self.download else {}
@@ -87,10 +86,8 @@ def inspect(name: str, folder: Path) -> State:
     return State(where, images, str(dataset.classes), "–" if name == EMBEDDED else "sizes, labels")
 
 
-def _download(names: tuple[str, ...], folder: Path, screen: "Console") -> dict[str, str]:
+def _download(names: tuple[str, ...], folder: Path, screen: Console) -> dict[str, str]:
     """Returns what went wrong, by the name of the data set; one that fails does not keep the next from being tried."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
     from consequent_lab.datasets import layout_of
     from consequent_lab.downloads import SOURCES, obtain
 

@@ -6,9 +6,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # The command line reads this file for its options; torch and matplotlib are imported when needed.
-    from rich.console import Console
+from rich.console import Console
+from rich.progress import Progress
 
+from consequent_lab.pool import one_thread, start_importing
+from consequent_lab.records import cores, provenance, write_json
+from consequent_lab.screen import console
+
+if TYPE_CHECKING:  # The command line reads this file for its options; torch and matplotlib are imported when needed.
     from consequent_lab.race.results import Results
     from consequent_lab.race.running import Conditions
 
@@ -49,21 +54,19 @@ class Demo:
 
     def run(self) -> None:
         """Runs the race, shows it, and writes the picture and the numbers."""
-        from consequent_lab.pool import start_importing
-        from consequent_lab.records import cores, provenance, write_json
-
         start = time.perf_counter()
         self.output.parent.mkdir(parents=True, exist_ok=True)  # Better fail now than after the race.
         workers = self.workers or min(cores(), 5)
         if workers > 1:
             start_importing("consequent_lab.race.running")
-        from consequent_lab.comparison import finals_of
-        from consequent_lab.figures import draw_comparison
+        from rich.markdown import Markdown
+
+        from consequent_lab.comparison import figure_of, finals_of
         from consequent_lab.race.results import Results
         from consequent_lab.race.running import Conditions
-        from consequent_lab.race.table import terminal_table
+        from consequent_lab.race.table import markdown_table
         from consequent_lab.race.tasks import DEMO
-        from consequent_lab.screen import console
+        from consequent_lab.report.static import draw_once
 
         screen = console()
         conditions = Conditions(DEMO, tiny=self.quick)
@@ -77,18 +80,15 @@ class Demo:
             results = Results.of(task, Path(folder))
             self._race(conditions, workers, results, screen)
         results.task = replace(task, settings_from="`consequent race demo`")
-        screen.print(terminal_table(results))
+        screen.print(Markdown(markdown_table(results)))
         numbers = self.output.with_suffix(".json")
-        runs = [replace(run, label=run.label.removeprefix(f"{task.name}/")) for run in finals_of(results.lines)]
-        draw_comparison(self.output, runs)
+        runs = [replace(run, recipe="") for run in finals_of(results.lines)]
+        draw_once(figure_of(runs), [self.output])
         write_json(numbers, {**provenance(workers), "title": task.title, "lines": results.lines})
         screen.print(f"Picture: {self.output}   Numbers: {numbers}   Time: {time.perf_counter() - start:.0f} s")
 
-    def _race(self, conditions: "Conditions", workers: int, results: "Results", screen: "Console") -> None:
+    def _race(self, conditions: "Conditions", workers: int, results: "Results", screen: Console) -> None:
         """Runs the finals, and then measures how long steps take, with nothing of ours beside them."""
-        from rich.progress import Progress
-
-        from consequent_lab.pool import one_thread
         from consequent_lab.race.results import Results, line_of
         from consequent_lab.race.running import race
         from consequent_lab.race.times import DEMO_PLAN, times

@@ -40,7 +40,6 @@ class Summary:
     """What became of all jobs."""
 
     done: list[str] = field(default_factory=list)
-    stopped: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
 
@@ -70,10 +69,10 @@ def run_jobs(
 
     def settle(job: Job, ending: tuple[str, str]) -> None:
         state, text = ending
-        if state == "failed":
+        if state == "done":
+            summary.done.append(job.name)
+        elif state == "failed":
             summary.failed[job.name] = text
-        else:
-            (summary.done if state == "done" else summary.stopped).append(job.name)
         ended(job.name, text)
 
     def drive(pool: Pool) -> list[Job]:

@@ -28,15 +28,9 @@ def mlp(inputs: int, hidden: Sequence[int], outputs: int) -> nn.Sequential:
     return nn.Sequential(*modules[:-1])
 
 
-def resnet20(batch_norm: bool, channels: int = 3, classes: int = 10) -> nn.Sequential:
-    """Returns the ResNet-20 for CIFAR of He et al. (2016), shortcuts without parameters (their option A).
-
-    Args:
-        batch_norm: with BatchNorm after every convolution, or without any; then the convolutions have biases.
-        channels: of the images.
-        classes: how many there are.
-    """
-    return residual_net((16, 32, 64), blocks=3, batch_norm=batch_norm, channels=channels, classes=classes)
+def resnet20(batch_norm: bool) -> nn.Sequential:
+    """Returns the ResNet-20 for CIFAR-10 of He et al. (2016), shortcuts without parameters (their option A)."""
+    return residual_net((16, 32, 64), blocks=3, batch_norm=batch_norm)
 
 
 def residual_net(
@@ -47,7 +41,7 @@ def residual_net(
     Args:
         widths: channels of each stage; every stage but the first halves the image.
         blocks: of two convolutions, per stage.
-        batch_norm: as in :func:`resnet20`.
+        batch_norm: with BatchNorm after every convolution, or without any; then the convolutions have biases.
         channels: of the images.
         classes: how many there are.
     """

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from consequent_lab.datasets import Dataset
 
@@ -173,14 +174,13 @@ def own_data(name: str) -> Dataset:
 
 def _read(name: str, dataset: Any, split: str) -> tuple[Tensor, Tensor]:
     try:
-        pairs = [dataset[number] for number in range(len(dataset))]
-        inputs, targets = zip(*[(one, other) for one, other in pairs], strict=True)
-        return tuple(torch.stack([torch.as_tensor(one) for one in column]) for column in (inputs, targets))  # type: ignore[return-value]
-    except (TypeError, ValueError, RuntimeError) as error:
+        inputs, targets = default_collate([dataset[number] for number in range(len(dataset))])
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise ValueError(
             f"--dataset {name}: the {split} set, a {type(dataset).__name__}, cannot be read as pairs of an input and "
             f"its target of one shape each ({error})"
         ) from error
+    return inputs, targets
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -4,12 +4,12 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import tyro
+from rich.console import Console
 
-if TYPE_CHECKING:  # The command line reads this file for its options; torch and optuna are imported when needed.
-    from rich.console import Console
+from consequent_lab.screen import console
 
 SETS = ("cifar10", "cifar100", "fashion-mnist", "pictures", "tables", "sources")
 
@@ -58,8 +58,8 @@ class Race:
 
     def run(self) -> None:
         """Runs what is asked for."""
-        from consequent_lab.race.states import states_in
-        from consequent_lab.screen import console
+        from consequent_lab.race.results import Results
+        from consequent_lab.race.tasks import TASKS
 
         screen = console()
         stage, names = "race", self.words
@@ -69,22 +69,24 @@ class Race:
             self._write_data(names or SETS, screen)
             return
         if not names:
-            states = states_in(self.output, self.trials, self.seeds)
+            known = [Results.of(task, self.output) for task in TASKS.values()]
             if stage != "table":
                 screen.print(f"Results in {self.output.resolve()}:", soft_wrap=True)
-                for results, state in states:
-                    screen.print(f"{results.task.name:26} {state}", soft_wrap=True)
+                for results in known:
+                    screen.print(f"{results.task.name:26} {results.state(self.trials, self.seeds)}", soft_wrap=True)
                 return
-            names = tuple(results.task.name for results, _ in states if results.lines)
+            names = tuple(results.task.name for results in known if results.lines)
         deadline = None if self.minutes is None else time.time() + 60 * self.minutes
         for name in names:
             self._run_task(stage, name, deadline, screen)
 
-    def _run_task(self, stage: str, name: str, deadline: float | None, screen: "Console") -> None:
+    def _run_task(self, stage: str, name: str, deadline: float | None, screen: Console) -> None:
+        from rich.markdown import Markdown
+
         from consequent_lab.race.contestants import contestant_named
         from consequent_lab.race.results import Results
         from consequent_lab.race.running import Conditions, race
-        from consequent_lab.race.table import markdown_table, terminal_table
+        from consequent_lab.race.table import markdown_table
         from consequent_lab.race.tasks import task_named
 
         conditions = Conditions(
@@ -114,12 +116,13 @@ class Race:
             from consequent_lab.race.times import times
 
             times(conditions, names, results, say)
+        table = markdown_table(results)
         if stage == "table":
-            print(markdown_table(results))
+            print(table)
         else:
-            screen.print(terminal_table(results))
+            screen.print(Markdown(table))
 
-    def _write_data(self, names: tuple[str, ...], screen: "Console") -> None:
+    def _write_data(self, names: tuple[str, ...], screen: Console) -> None:
         from consequent_lab.race.files import write_arrays, write_images
         from consequent_lab.race.sources import arrays_of
 

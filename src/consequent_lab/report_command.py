@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from consequent_lab.screen import console
+
 
 @dataclass(frozen=True)
 class Report:
@@ -30,7 +32,6 @@ class Report:
         """Writes the page and the figures."""
         from consequent_lab.paper.experiments import experiments, find
         from consequent_lab.report.write import write_report
-        from consequent_lab.screen import console
 
         for folder in self.runs:
             if not folder.is_dir():

@@ -6,10 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import tyro
+from rich.console import Console
+
+from consequent_lab.pool import start_importing
+from consequent_lab.progress import ProgressBoard, shown_seconds
+from consequent_lab.records import cores
+from consequent_lab.screen import console
+from consequent_lab.train_command import chosen_device
 
 if TYPE_CHECKING:  # The command line reads this file for its options; torch is imported when needed.
-    from rich.console import Console
-
     from consequent_lab.paper.archive import Archive
     from consequent_lab.paper.findings import Finding
     from consequent_lab.paper.recipes import Job, Recipe
@@ -75,11 +80,6 @@ class Reproduce:
         from consequent_lab.paper.archive import Archive
         from consequent_lab.paper.experiments import experiments, find
         from consequent_lab.paper.schedule import Setup, train_runs
-        from consequent_lab.pool import start_importing
-        from consequent_lab.progress import ProgressBoard
-        from consequent_lab.records import cores
-        from consequent_lab.screen import console
-        from consequent_lab.train_command import chosen_device
 
         known = experiments()
         names = [name for name in known if name in self.names or "all" in self.names]
@@ -126,10 +126,9 @@ class Reproduce:
         return [recipe.select(self.variants, self.seeds) for recipe in recipes]
 
     def _say_how_long(
-        self, screen: "Console", recipes: "list[Recipe]", archive: "Archive", device: str, workers: int
+        self, screen: Console, recipes: "list[Recipe]", archive: "Archive", device: str, workers: int
     ) -> None:
         from consequent_lab.forecast import expected_jobs, forecast, measured_cost
-        from consequent_lab.progress import shown_seconds
 
         jobs = expected_jobs(recipes, archive, self.steps)
         seconds = forecast(jobs, workers, measured_cost(device, self.data))
@@ -149,7 +148,7 @@ class Reproduce:
                 read(layout_of(name), folder)  # raises, and says how to get it
 
 
-def _show(screen: "Console", finding: "Finding", with_verdicts: bool) -> None:
+def _show(screen: Console, finding: "Finding", with_verdicts: bool) -> None:
     screen.print(f"\n[bold]{finding.title}[/bold]")
     if not with_verdicts:
         screen.print(f"  {finding.summary}", markup=False, soft_wrap=True)

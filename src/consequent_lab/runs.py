@@ -111,12 +111,13 @@ class RunFolder:
 
     def add_environment(self, start: dict[str, Any]) -> None:
         """Adds an entry to environment.json, the list of the run's starts."""
-        starts = self.environment() if self._path("environment.json").exists() else []
-        self._write_json("environment.json", {"starts": [*starts, start]})
+        self._write_json("environment.json", {"starts": [*self.environment(), start]})
 
     def environment(self) -> list[dict[str, Any]]:
-        """Returns the entries of environment.json."""
+        """Returns the entries of environment.json; none before the first start."""
         path = self._path("environment.json")
+        if not path.exists():
+            return []
         starts = _read_object(path).get("starts")
         if not isinstance(starts, list):
             raise DamagedFileError(f"{path} is damaged: it has no list of starts")
@@ -131,11 +132,6 @@ class RunFolder:
             file.write(data)
         self._metrics_digest.update(data)
         self._metrics_bytes += len(data)
-
-    @property
-    def has_metrics(self) -> bool:
-        """Whether something was read so far."""
-        return self._path("metrics.jsonl").exists() and bool(self.metrics())
 
     def metrics(self) -> list[dict[str, Any]]:
         """Returns the lines so far. An unfinished run's last line may be torn, and is then left out.

@@ -61,13 +61,11 @@ class Timings:
 
     def ratio(self, ours: str, baseline: str) -> Quartiles:
         """Returns the quotient of the two in the same round, over all rounds."""
-        pairs = zip(self.milliseconds[ours], self.milliseconds[baseline], strict=True)
-        return Quartiles.of(mine / other for mine, other in pairs)
+        return Quartiles.of(np.divide(self.milliseconds[ours], self.milliseconds[baseline]))
 
     def difference(self, ours: str, baseline: str) -> Quartiles:
         """Returns the difference of the two in the same round, over all rounds."""
-        pairs = zip(self.milliseconds[ours], self.milliseconds[baseline], strict=True)
-        return Quartiles.of(mine - other for mine, other in pairs)
+        return Quartiles.of(np.subtract(self.milliseconds[ours], self.milliseconds[baseline]))
 
 
 def measure(steps: Mapping[str, Callable[[], object]], device: str, plan: Plan) -> Timings:

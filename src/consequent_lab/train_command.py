@@ -7,13 +7,16 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from rich.console import Console
+
+from consequent_lab.comparison import runs_at, terminal_table
+from consequent_lab.progress import ProgressBoard
+from consequent_lab.runs import RunFolder
+from consequent_lab.screen import console
 from consequent_lab.train_config import TrainConfig, is_own
 
 if TYPE_CHECKING:  # The command line reads this file for its options; torch is imported when needed.
-    from rich.console import Console
-
     from consequent_lab.rank_group import RankGroup
-    from consequent_lab.runs import RunFolder
 
 HELD_OUT = 0.1  # of the training set, in a search
 FIRST_RATES = {"sgd": 0.1, "momentum": 0.01, "nesterov": 0.01, "adam": 0.003, "rmsprop": 0.001}
@@ -88,7 +91,6 @@ class Train(TrainConfig):
     def run(self) -> None:
         """Searches and trains, and raises if a run diverged."""
         from consequent_lab.rank_group import joined
-        from consequent_lab.screen import console
 
         screen = console()
         with joined(chosen_device(self.device)) as (ranks, device):
@@ -107,17 +109,15 @@ class Train(TrainConfig):
         if ranks is None or ranks.is_first:  # the ranks have parted: this reads for itself
             _report([self._folder("train", variant, seed) for seed in seeds], screen)
 
-    def _folder(self, recipe: str, variant: str, seed: int, ranks: "RankGroup | None" = None) -> "RunFolder":
+    def _folder(self, recipe: str, variant: str, seed: int, ranks: "RankGroup | None" = None) -> RunFolder:
         from consequent_lab.rank_group import RankGroupFolder
-        from consequent_lab.runs import RunFolder
 
         folder = RunFolder.of(self.runs, recipe, variant, seed)
         return folder if ranks is None else RankGroupFolder(folder.path, ranks)
 
     def _train(
-        self, config: TrainConfig, folder: "RunFolder", screen: "Console", device: str, ranks: "RankGroup | None" = None
+        self, config: TrainConfig, folder: RunFolder, screen: Console, device: str, ranks: "RankGroup | None" = None
     ) -> None:
-        from consequent_lab.progress import ProgressBoard
         from consequent_lab.trainer import train
 
         data = None if self.data is None or is_own(self.data) else Path(self.data)
@@ -134,7 +134,7 @@ class Train(TrainConfig):
                     screen.print(text, markup=False, soft_wrap=True)
                 raise
 
-    def _searched(self, config: TrainConfig, screen: "Console", device: str) -> TrainConfig:
+    def _searched(self, config: TrainConfig, screen: Console, device: str) -> TrainConfig:
         """Returns the config with the best of the settings that are tried, each in a run of its own."""
         rates = sorted(self.search_lr) or [config.lr]
         dampings: list[float] | list[float | None] = sorted(self.search_damping) or [config.relative_damping]
@@ -160,29 +160,24 @@ class Train(TrainConfig):
         return best
 
 
-def _report(folders: "list[RunFolder]", screen: "Console") -> None:
+def _report(folders: list[RunFolder], screen: Console) -> None:
     """Says where the runs are, and what several came to; raises if one diverged."""
     for folder in folders:
         screen.print(f"Run: {folder.path}", markup=False, soft_wrap=True)
     if len(folders) > 1:
-        from consequent_lab.comparison import seen_runs, terminal_table
-
-        screen.print(terminal_table(seen_runs([folder.path for folder in folders])))
+        screen.print(terminal_table(runs_at([folder.path for folder in folders])))
     diverged = [
         (folder, outcome) for folder in folders if (outcome := folder.outcome()) and outcome["outcome"] == "diverged"
     ]
     if diverged:
         config = diverged[0][0].config(TrainConfig)
         listed = ", ".join(f"{folder.path} at iteration {outcome['iteration']}" for folder, outcome in diverged)
-        larger = f", or a larger damping (--{_damping_option(config)})" if config.consequentialist else ""
+        option = "relative-damping" if config.damping is None else "damping"
+        larger = f", or a larger damping (--{option})" if config.consequentialist else ""
         raise DivergedError(
             f"the loss is not finite any more: {listed}. Try a smaller learning rate than {config.lr:g} (--lr), "
             f"a warm-up (--warm-up){larger}"
         )
-
-
-def _damping_option(config: TrainConfig) -> str:
-    return "relative-damping" if config.damping is None else "damping"
 
 
 def variant_of(config: TrainConfig) -> str:

@@ -82,8 +82,8 @@ def train(
         place = torch.device(device)
         with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
             training = _Training(config, folder, place, dataset, state, watcher, ranks)
-            with training.interruption.awaited(ranks is None):
-                training.run()
+            with _first_interrupt(ranks is None) as interrupt:
+                training.run(interrupt)
 
 
 class _Training:
@@ -114,7 +114,6 @@ class _Training:
         self._iteration = 0
         self._seconds = 0.0
         self._saved_at = time.perf_counter()
-        self.interruption = _Interruption()
         self._remembered: Tensor | None = None  # what of the training set was correct at the last evaluation
         if state is not None:
             self._take_over(state)
@@ -123,22 +122,22 @@ class _Training:
         several = {} if ranks is None else {"ranks": ranks.size}
         folder.add_environment(start | environment(str(device)) | several)
 
-    def run(self) -> None:
-        """Trains to the end, or to an interruption."""
+    def run(self, interrupt: threading.Event) -> None:
+        """Trains to the end, or to an interrupt."""
         self._watcher.started(self._iteration, self._total)
         outcome = "finished"
         if self._iteration == 0:
             self._read()
         while self._iteration < self._total:
-            self._advance(self._next_stop())
+            self._advance(self._next_stop(), interrupt)
             if self._is_due(self._config.log_every) or self._is_due(self._evaluate_every):
                 line = self._read()
                 if "diverged" in line:
                     outcome = "diverged"
                     break
-            if self._is_due(self._config.checkpoint_every) or self._told(self._is_late or self.interruption.came):
+            if self._is_due(self._config.checkpoint_every) or self._told(self._is_late or interrupt.is_set()):
                 self._save()
-            if self.interruption.came:
+            if interrupt.is_set():
                 raise KeyboardInterrupt
         done = {"outcome": outcome, "iteration": self._iteration, "seconds": self._seconds}
         self._folder.finish(done)
@@ -162,14 +161,14 @@ class _Training:
         intervals = (self._config.log_every, self._evaluate_every, self._config.checkpoint_every)
         return min(self._total, *((self._iteration // interval + 1) * interval for interval in intervals))
 
-    def _advance(self, stop: int) -> None:
+    def _advance(self, stop: int, interrupt: threading.Event) -> None:
         """Trains up to an iteration, or until a checkpoint is due, without waiting for the device in between."""
         start = time.perf_counter()
         while self._iteration < stop:
             self._learner.step(self._iteration, self._total)
             self._iteration += 1
             self._watcher.advanced(self._iteration)
-            if self._ranks is None and (self.interruption.came or self._is_late):
+            if self._ranks is None and (interrupt.is_set() or self._is_late):
                 break
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -245,36 +244,27 @@ class _Training:
             self._remembered = state["remembered"].to(self._device)
 
 
-class _Interruption:
-    """Ctrl-C, which waits until the step is over."""
+@contextmanager
+def _first_interrupt(is_alone: bool) -> Iterator[threading.Event]:
+    """Yields what takes note of the first Ctrl-C, so that it waits until the step is over; the second is handed on.
 
-    def __init__(self) -> None:
-        self.came = False
+    Nothing is noted beside other ranks, outside of the main thread, and where somebody else deals with it.
+    """
+    came, before = threading.Event(), signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_alone or not is_main or before is not signal.default_int_handler:
+        yield came
+        return
 
-    @contextmanager
-    def awaited(self, is_alone: bool) -> Iterator[None]:
-        """Takes note of the first Ctrl-C, and hands on the second.
+    def note(*_: Any) -> None:
+        came.set()
+        signal.signal(signal.SIGINT, before)
 
-        Nothing is noted beside other ranks, outside of the main thread, and where somebody else deals with it.
-        """
-        before = signal.getsignal(signal.SIGINT)
-        if (
-            not is_alone
-            or threading.current_thread() is not threading.main_thread()
-            or before is not signal.default_int_handler
-        ):
-            yield
-            return
-
-        def note(*_: Any) -> None:
-            self.came = True
-            signal.signal(signal.SIGINT, before)
-
-        signal.signal(signal.SIGINT, note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _fingerprint(dataset: Dataset) -> str:

@@ -1,16 +1,32 @@
 """`consequent watch`: a run while it trains, or as it ended."""
 
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import tyro
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from consequent_lab.comparison import TEST_ACCURACY, TEST_LOSS, TRAINING_LOSS
+from consequent_lab.kept_runs import TrainedRun, run_in
+from consequent_lab.numbers import three_digits
+from consequent_lab.progress import shown_seconds
+from consequent_lab.runs import RunFolder
+from consequent_lab.screen import console
 
-    from consequent_lab.runs import RunFolder
+BLOCKS = "▁▂▃▄▅▆▇█"
+CURVE_WIDTH = 48
+BAR_WIDTH = 24  # of a change that is exactly as wanted
+LONGEST_BAR = 36
 
 
 @dataclass(frozen=True)
@@ -34,10 +50,6 @@ class Watch:
 
     def run(self) -> None:
         """Shows the run."""
-        from rich.live import Live
-
-        from consequent_lab.screen import console
-
         folder = latest_run(self.place)
         screen = console()
         picture, is_running = shown(folder)
@@ -51,14 +63,12 @@ class Watch:
                 live.update(picture, refresh=True)
 
 
-def latest_run(place: Path) -> "RunFolder":
+def latest_run(place: Path) -> RunFolder:
     """Returns the run at a place, or the one among several that was written to last.
 
     Raises:
         ValueError: if there is none.
     """
-    from consequent_lab.runs import RunFolder
-
     found = [path.parent for path in place.rglob("config.json")] if place.is_dir() else []
     if not found:
         raise ValueError(f"{place} has no runs: name the folder of a run (with config.json), or one with runs in it")
@@ -70,11 +80,124 @@ def _written_at(path: Path) -> float:
     return (metrics if metrics.exists() else path / "config.json").stat().st_mtime
 
 
-def shown(folder: "RunFolder") -> "tuple[RenderableType, bool]":
+def shown(folder: RunFolder) -> tuple[RenderableType, bool]:
     """Returns the run as it is now, and whether it may get on."""
-    from consequent_lab.comparison import run_in_folder
-    from consequent_lab.run_picture import picture_of
-    from consequent_lab.train_config import TrainConfig
+    run = run_in(folder)
+    return picture_of(run), not run.is_finished
 
-    run = run_in_folder(folder.path)
-    return picture_of(run, folder.config(TrainConfig)), run.outcome == "running"
+
+# ---- the picture -------------------------------------------------------------------------------------------------
+
+
+def picture_of(run: TrainedRun) -> RenderableType:
+    """Returns the run, as far as it got, as a panel."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim")
+    facts.add_column()
+    total = _total(run)
+    facts.add_row("iteration", _progress(run, total))
+    speed = _speed(run)
+    if speed is not None:
+        left = f", {shown_seconds((total - run.iterations) / speed)} left" if total and not run.is_finished else ""
+        facts.add_row("speed", f"{three_digits(speed)} iterations per second{left}")
+    for word, metrics in (
+        ("training loss", TRAINING_LOSS),
+        ("test loss", TEST_LOSS),
+        ("test accuracy", TEST_ACCURACY),
+    ):
+        curve = [value for _, value in run.curve(*metrics)]
+        if curve:
+            is_accuracy = metrics is TEST_ACCURACY
+            shown = f"{100 * curve[-1]:.2f} %" if is_accuracy else three_digits(curve[-1])
+            facts.add_row(word, Text.assemble((sparkline(curve, log=not is_accuracy), "cyan"), f"  {shown}"))
+    title = Text(run.config.title, style="bold")
+    return Panel(Group(facts, _layers(run)), title=title, title_align="left", expand=False)
+
+
+def _progress(run: TrainedRun, total: int | None) -> RenderableType:
+    words = Text(f"{run.iterations:,}" + (f" of {total:,}" if total else ""))
+    if run.is_finished:
+        words.append(f", {run.state}", style="bold red" if run.diverged else "bold green")
+    if not total:
+        return words
+    line = Table.grid(padding=(0, 2))
+    line.add_row(ProgressBar(total=total, completed=run.iterations, width=CURVE_WIDTH), words)
+    return line
+
+
+def _total(run: TrainedRun) -> int | None:
+    """Returns the run's iterations; None before an epoch's length is known."""
+    if run.config.iterations is not None:
+        return run.config.iterations
+    last = next((line for line in reversed(run.lines) if line.get("epoch")), None)
+    return None if last is None else run.config.total_iterations(round(last["iteration"] / last["epoch"]))
+
+
+def _speed(run: TrainedRun) -> float | None:
+    """Returns iterations per second over the last lines."""
+    timed = [(line["iteration"], line["seconds"]) for line in run.lines[-6:] if "seconds" in line]
+    if len(timed) < 2 or timed[-1][1] <= timed[0][1]:
+        return None
+    return float((timed[-1][0] - timed[0][0]) / (timed[-1][1] - timed[0][1]))
+
+
+def _layers(run: TrainedRun) -> RenderableType:
+    line = next((line for line in reversed(run.lines) if line.get("foresight")), None)
+    if line is None:
+        can_be = run.config.consequentialist
+        what = "train with --foresight to see it" if can_be else "a plain optimiser foresees nothing"
+        is_soon = run.config.foresight and not run.is_finished
+        return Text(f"\nlayers: {'not read yet' if is_soon else what}", style="dim")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title_justify="left", title_style="")
+    table.title = f"\nchange of outputs at iteration {line['iteration']:,}, produced against wanted (│)"
+    table.add_column("layer")
+    table.add_column("", min_width=LONGEST_BAR)
+    for heading in ("produced\n/ wanted", "cosine", "of plain\ngradient"):
+        table.add_column(heading, justify="right")
+    for name, layer in line["foresight"].items():
+        ratio = _ratio(layer)
+        cosines = [_number(layer[key], ".3f") for key in ("cosine", "backprop_cosine")]
+        table.add_row(Text(name or "the model"), change_bar(ratio), _number(ratio, ".2f"), *cosines)
+    return table
+
+
+def _ratio(layer: dict[str, Any]) -> float | None:
+    wanted, produced = layer["wanted"], layer["produced"]
+    return produced / wanted if wanted and produced is not None else None
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def change_bar(ratio: float | None) -> Text:
+    """Returns a bar as long as the produced change, with a mark where it would be the wanted one.
+
+    >>> change_bar(0.5).plain, change_bar(1.25).plain
+    ('━━━━━━━━━━━━            │', '━━━━━━━━━━━━━━━━━━━━━━━━│━━━━━')
+    """
+    length = min(LONGEST_BAR, round(BAR_WIDTH * (ratio or 0.0)))
+    inside, beyond = min(length, BAR_WIDTH), max(0, length - BAR_WIDTH - 1)
+    bar = Text(no_wrap=True).append("━" * inside, style="cyan")
+    bar.append(" " * (BAR_WIDTH - inside))
+    bar.append("│", style="bold")
+    return bar.append("━" * beyond, style="yellow")
+
+
+def sparkline(values: Sequence[float], log: bool, width: int = CURVE_WIDTH) -> str:
+    """Returns a curve as blocks of eight heights.
+
+    Args:
+        values: finite ones.
+        log: heights are of logarithms, where all values are positive.
+        width: blocks at most; of more values, evenly spread ones are taken, the last one among them.
+
+    >>> sparkline([1, 10, 100, 1000], log=True), sparkline([0.5, 0.5], log=False)
+    ('▁▃▆█', '▁▁')
+    """
+    if len(values) > width:
+        values = [values[round(place * (len(values) - 1) / (width - 1))] for place in range(width)]
+    heights = [math.log(value) for value in values] if log and min(values) > 0 else list(values)
+    low, high = min(heights), max(heights)
+    scale = 7 / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((height - low) * scale)] for height in heights)

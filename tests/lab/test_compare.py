@@ -8,7 +8,7 @@ import pytest
 from test_trainer import SMALL, run
 
 from consequent_lab import cli
-from consequent_lab.comparison import scalars, seen_runs
+from consequent_lab.comparison import runs_at, scalars
 from consequent_lab.paper.archive import Archive, write_compact
 from consequent_lab.runs import RunFolder
 from consequent_lab.trainer import train
@@ -48,22 +48,23 @@ def table(shown):
 
 def test_runs_of_all_kinds_are_rows_of_one_table(runs, tmp_path, capsys):
     archive = Archive(runs)
-    write_compact(archive.runs("train", "plain"), tmp_path / "kept")
+    kept = [replace(run, recipe="kept") for run in archive.runs("train", "plain")]
+    write_compact(kept, tmp_path)
     race = race_file(tmp_path / "race.jsonl")
-    command = ["compare", str(runs), str(tmp_path / "kept" / "train.jsonl"), str(race), "--figure", "None"]
+    command = ["compare", str(runs), str(tmp_path / "kept.jsonl"), str(race), "--figure", "None"]
     assert cli.main(command) == 0
     rows = table(capsys.readouterr().out)
     assert rows["mine"][:2] == ["2", "20"]
-    seen = {(one.label, one.seed): one for one in seen_runs([runs])}
+    seen = {(one.label, one.seed): one for one in runs_at([runs])}
     accuracies = [seen["mine", seed].last("test_accuracy") for seed in (0, 1)]
     assert f"{50 * sum(accuracies):.2f}" in rows["mine"]
-    assert rows["plain"][-1] == rows["train/plain"][-1] == "finished"
-    assert rows["plain"][-5:-1] == rows["train/plain"][-5:-1]
+    assert rows["plain"][-1] == rows["kept/plain"][-1] == "finished"
+    assert rows["plain"][-5:-1] == rows["kept/plain"][-5:-1]
     assert rows["wild"][-4:] == ["–", "–", "–", "diverged"]
     assert rows["mlp/begun"][-1] == "running"
     assert rows["toy/Adam"] == ["1", "5", "3.0", "s", "0.5", "75.00", "%", "–", "finished"]
     assert rows["toy/K-FAC"][-1] == "diverged"
-    adam, lost = seen_runs([race])
+    adam, lost = runs_at([race])
     assert adam.curve("train_loss", by="seconds") == [(0, 2.0), (1.0, 0.5)]
     assert lost.curve("train_loss") == [(0, 2.0)]
     assert not lost.curve("train_loss", by="seconds")
@@ -117,7 +118,8 @@ def test_the_figure_has_a_line_for_each(runs, tmp_path, form):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "legend", noted)
         assert cli.main(["compare", str(runs / "train"), "--figure", str(tmp_path / f"runs.{form}")]) == 0
-    assert drawn == [[3, 3, 3], ["mine", "plain", "wild"]]
+    lines = 2 + 1 + 1 + 1  # two seeds and their median, and one line for each of the others
+    assert drawn == [[lines, lines, lines], ["mine", "plain", "wild"]]
     assert (tmp_path / f"runs.{form}").stat().st_size > 10_000
 
 

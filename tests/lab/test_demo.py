@@ -50,7 +50,7 @@ def test_prints_runs_and_a_table(demo):
         assert f"{name:11} seed 0" in run.stdout
         assert f"\n {name} " in run.stdout
     assert "steps to" in run.stdout
-    assert "those of `consequent race demo`" in " ".join(run.stdout.split())
+    assert "those of consequent race demo" in " ".join(run.stdout.split())
     assert "race.png" in run.stdout
 
 
@@ -83,7 +83,7 @@ def test_two_processes_find_what_one_finds(demo, tmp_path):
 
 def test_what_only_a_search_needs_is_not_imported():
     script = (
-        "import sys, consequent_lab.figures, consequent_lab.race.running, consequent_lab.race.table\n"
+        "import sys, consequent_lab.report.static, consequent_lab.race.running, consequent_lab.race.table\n"
         "import consequent_lab.race.times\n"
         "print(sorted({'optuna', 'pytorch_optimizer', 'skimage'} & set(sys.modules)))"
     )

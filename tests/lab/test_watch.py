@@ -9,18 +9,17 @@ import pytest
 from rich.console import Console
 from test_trainer import SMALL, run
 
-from consequent_lab import cli, screen, watch_command
-from consequent_lab.comparison import SeenRun
-from consequent_lab.run_picture import picture_of
+from consequent_lab import cli, watch_command
+from consequent_lab.kept_runs import TrainedRun
 from consequent_lab.runs import RunFolder
 
 FAST = replace(SMALL, hidden=(12,), iterations=30)
 LAYER = {"wanted": 2.0, "produced": 1.0, "cosine": 0.75, "backprop_cosine": 0.25}
 
 
-def shown(seen, config, width=100):
+def shown(outcome, lines, config, width=100):
     console = Console(file=StringIO(), width=width)
-    console.print(picture_of(seen, config))
+    console.print(watch_command.picture_of(TrainedRun("train", "mine", 0, {"outcome": outcome}, lines, config, [])))
     return console.file.getvalue()
 
 
@@ -32,7 +31,7 @@ def test_a_running_run_shows_loss_speed_and_a_bar_for_each_layer():
     config = replace(FAST, iterations=None, epochs=2, foresight=True)
     layers = {"0": LAYER, "2": {**LAYER, "produced": 2.5}, "4": {**LAYER, "wanted": 0.0, "cosine": None}}
     lines = [line(0, train_loss=2.0), line(10, batch_loss=1.0), line(20, train_loss=0.5, foresight=layers)]
-    text = shown(SeenRun("mine", 0, "running", lines, 1.0), config)
+    text = shown("unfinished", lines, config)
     assert "20 of 90" in text
     assert "20 iterations per second, 3.5 s left" in text
     assert re.search("training loss  █▁  0.5", text)
@@ -48,13 +47,13 @@ def test_a_running_run_shows_loss_speed_and_a_bar_for_each_layer():
     ("options", "outcome", "text"),
     [
         ({}, "finished", "train with --foresight to see it"),
-        ({"consequentialist": False}, "running", "a plain optimiser foresees nothing"),
-        ({"foresight": True}, "running", "not read yet"),
+        ({"consequentialist": False}, "unfinished", "a plain optimiser foresees nothing"),
+        ({"foresight": True}, "unfinished", "not read yet"),
     ],
 )
 def test_what_is_not_there_is_said(options, outcome, text):
-    assert text in shown(SeenRun("mine", 0, outcome, [line(0, train_loss=2.0)], 0.0), replace(FAST, **options))
-    assert text in shown(SeenRun("mine", 0, outcome, [], 0.0), replace(FAST, **options))
+    assert text in shown(outcome, [line(0, train_loss=2.0)], replace(FAST, **options))
+    assert text in shown(outcome, [], replace(FAST, **options))
 
 
 def test_a_finished_run_is_shown_once(tmp_path, capsys):
@@ -74,7 +73,7 @@ def test_a_finished_run_is_shown_once(tmp_path, capsys):
 def test_a_terminal_is_live_until_the_run_ends(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "run")
     console = Console(file=StringIO(), width=100, force_terminal=True)
-    monkeypatch.setattr(screen, "console", lambda: console)
+    monkeypatch.setattr(watch_command, "console", lambda: console)
     steps = iter([lambda: folder.append(line(10, train_loss=0.25)), lambda: folder.finish({"outcome": "finished"})])
     with folder.opened(FAST):
         folder.append(line(0, train_loss=2.0))

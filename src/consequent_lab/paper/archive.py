@@ -11,60 +11,17 @@ gradients' norms on a few lines; numbers have six digits. A run folder is thinne
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from consequent_lab.paper.measures import Curve
+from consequent_lab.kept_runs import TrainedRun, run_in
 from consequent_lab.records import DIGITS, plain_numbers, write_atomically
 from consequent_lab.runs import DamagedFileError, RunFolder, config_from, parsed, sealed, unsealed
 from consequent_lab.train_config import TrainConfig
 
 LINES_WITH_NORMS = 20
-UNFINISHED = "unfinished"
-SUFFIX = ".jsonl"
 LEFT_OUT = {"lr", "running_loss", "running_accuracy"}
-
-
-@dataclass(frozen=True)
-class KeptRun:
-    """A run: a finished one, or as far as it got."""
-
-    recipe: str
-    variant: str
-    seed: int
-    config: TrainConfig
-    starts: list[dict[str, Any]]  # what it ran on, every time it was started
-    outcome: dict[str, Any]
-    lines: list[dict[str, Any]]
-
-    @property
-    def name(self) -> str:
-        """As in messages."""
-        return f"{self.recipe}/{self.variant}/seed{self.seed}"
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether it came to an end, good or bad."""
-        return bool(self.outcome["outcome"] != UNFINISHED)
-
-    @property
-    def diverged(self) -> bool:
-        """Whether its loss stopped being finite."""
-        return bool(self.outcome["outcome"] == "diverged")
-
-    def curve(self, metric: str) -> Curve:
-        """Returns a metric by iterations."""
-        return [(line["iteration"], line[metric]) for line in self.lines if line.get(metric) is not None]
-
-    def last(self, metric: str) -> float | None:
-        """Returns the last value of a metric, or None if there is none."""
-        curve = self.curve(metric)
-        return curve[-1][1] if curve else None
-
-    def at(self, metric: str, iteration: float) -> float | None:
-        """Returns the value of a metric at an iteration, or None if there is none."""
-        return dict(self.curve(metric)).get(iteration)
 
 
 class Archive:
@@ -78,10 +35,10 @@ class Archive:
     def __init__(self, *roots: Path, unfinished: bool = False) -> None:
         self._roots = roots
         self._unfinished = unfinished
-        self._read: dict[tuple[str, str, int], KeptRun] = {}
-        self._compact: dict[Path, dict[tuple[str, int], KeptRun]] = {}
+        self._read: dict[tuple[str, str, int], TrainedRun] = {}
+        self._compact: dict[Path, dict[tuple[str, int], TrainedRun]] = {}
 
-    def run(self, recipe: str, variant: str, seed: int) -> KeptRun | None:
+    def run(self, recipe: str, variant: str, seed: int) -> TrainedRun | None:
         """Returns a run, or None if there is none yet."""
         key = recipe, variant, seed
         if key not in self._read:
@@ -91,7 +48,7 @@ class Archive:
                 self._read[key] = found[0]
         return self._read.get(key)
 
-    def runs(self, recipe: str, variant: str) -> list[KeptRun]:
+    def runs(self, recipe: str, variant: str) -> list[TrainedRun]:
         """Returns the runs of a variant, by seed."""
         names = {path.name for root in self._roots for path in (root / recipe / variant).glob("seed*")}
         seeds = {int(number) for name in names if (number := name.removeprefix("seed")).isdigit()}
@@ -106,27 +63,23 @@ class Archive:
     def recipes(self) -> list[str]:
         """Returns the recipes that something is kept of."""
         folders = {path.name for root in self._roots for path in root.glob("*/")}
-        return sorted(folders | {path.stem for root in self._roots for path in root.glob(f"*{SUFFIX}")})
+        return sorted(folders | {path.stem for root in self._roots for path in root.glob("*.jsonl")})
 
-    def _in(self, root: Path, recipe: str, variant: str, seed: int) -> KeptRun | None:
+    def _in(self, root: Path, recipe: str, variant: str, seed: int) -> TrainedRun | None:
         folder = RunFolder.of(root, recipe, variant, seed)
         outcome = folder.outcome()
         if outcome is None and (kept := self._compact_in(root, recipe).get((variant, seed))) is not None:
             return kept
-        if outcome is None and not (self._unfinished and folder.has_metrics):
+        if outcome is None and not (self._unfinished and folder.metrics()):
             return None
-        lines = list(thinned(folder.metrics()))
-        if outcome is None:
-            outcome = {"outcome": UNFINISHED, **{key: lines[-1][key] for key in ("iteration", "seconds")}}
-        kept_outcome = {key: value for key, value in outcome.items() if key != "metrics"}
-        config = folder.config(TrainConfig)
-        return KeptRun(recipe, variant, seed, config, folder.environment(), plain_numbers(kept_outcome, DIGITS), lines)
+        run = run_in(folder)
+        return replace(run, outcome=plain_numbers(run.outcome, DIGITS), lines=list(thinned(run.lines)))
 
-    def _compact_of(self, recipe: str) -> list[dict[tuple[str, int], KeptRun]]:
+    def _compact_of(self, recipe: str) -> list[dict[tuple[str, int], TrainedRun]]:
         return [self._compact_in(root, recipe) for root in self._roots]
 
-    def _compact_in(self, root: Path, recipe: str) -> dict[tuple[str, int], KeptRun]:
-        path = compact_path(root, recipe)
+    def _compact_in(self, root: Path, recipe: str) -> dict[tuple[str, int], TrainedRun]:
+        path = root / f"{recipe}.jsonl"
         if path not in self._compact:
             self._compact[path] = {(run.variant, run.seed): run for run in read_compact(path)} if path.exists() else {}
         return self._compact[path]
@@ -135,27 +88,22 @@ class Archive:
 # ---- compact files -----------------------------------------------------------------------------------------------
 
 
-def compact_path(root: Path, recipe: str) -> Path:
-    """Returns where the compact file of a recipe is."""
-    return root / f"{recipe}{SUFFIX}"
-
-
-def write_compact(runs: Sequence[KeptRun], root: Path) -> Path:
+def write_compact(runs: Sequence[TrainedRun], root: Path) -> Path:
     """Writes the runs of one recipe to its compact file, beside those that are there already; returns its path."""
     (recipe,) = {run.recipe for run in runs}
-    path = compact_path(root, recipe)
+    path = root / f"{recipe}.jsonl"
     texts = {(run.variant, run.seed): text for run, text in (_pieces(path) if path.exists() else ())}
     texts |= {(run.variant, run.seed): _text(run) for run in runs}
     write_atomically(path, lambda file: file.write(b"".join(texts[key] for key in sorted(texts))))
     return path
 
 
-def _text(run: KeptRun) -> bytes:
+def _text(run: TrainedRun) -> bytes:
     metrics = b"".join(map(_line, run.lines))
     return _line(sealed({**asdict(run), "lines": len(run.lines)}, metrics)) + metrics
 
 
-def read_compact(path: Path) -> list[KeptRun]:
+def read_compact(path: Path) -> list[TrainedRun]:
     """Returns the runs that a compact file holds.
 
     Raises:
@@ -164,7 +112,7 @@ def read_compact(path: Path) -> list[KeptRun]:
     return [run for run, _ in _pieces(path)]
 
 
-def _pieces(path: Path) -> Iterator[tuple[KeptRun, bytes]]:
+def _pieces(path: Path) -> Iterator[tuple[TrainedRun, bytes]]:
     """Yields the runs of a compact file, each with its text."""
     lines = path.read_bytes().splitlines(keepends=True)
     place = 0
@@ -178,7 +126,7 @@ def _pieces(path: Path) -> Iterator[tuple[KeptRun, bytes]]:
         found = [parsed(line, f"{path}, line {number},") for number, line in numbered]
         try:
             config = config_from(head.pop("config"), TrainConfig, where)
-            run = KeptRun(config=config, **head | {"lines": found})
+            run = TrainedRun(config=config, **head | {"lines": found})
         except (KeyError, TypeError) as error:
             raise DamagedFileError(f"{where} is damaged: it does not describe a run ({error})") from error
         if run.recipe != path.stem:

@@ -3,28 +3,109 @@
 import math
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
-from consequent_lab.paper.archive import KeptRun
-from consequent_lab.paper.digits_recipe import (
-    BEST_MOMENTUM,
-    DAMPING,
-    DAMPINGS,
-    MOMENTA,
-    NAME,
-    OPTIMISERS,
-    WITH_MOMENTUM,
-    damped,
-    race,
-    with_momentum,
-)
-from consequent_lab.paper.findings import Axis, Figure, Finding, Number, Panel, Series, Statement
+from consequent_lab.kept_runs import KeptRun
+from consequent_lab.paper.findings import Axis, Figure, Finding, Panel, Series, Statement
 from consequent_lab.paper.kept_contestants import KeptContestant, all_above, kept_race, lowered, spread
-from consequent_lab.paper.race_finding import circumstances, race_finding
-from consequent_lab.paper.recipes import Race
+from consequent_lab.paper.race_finding import ITERATIONS_OR_SECONDS, circumstances, curve_panels, race_finding
+from consequent_lab.paper.rates import Search
+from consequent_lab.paper.recipes import Contestant, Race
 from consequent_lab.paper.statements import Found, Outcome, judged
+from consequent_lab.train_config import TrainConfig
 
+Optimiser = Literal["sgd", "momentum", "nesterov", "adam", "rmsprop"]
+
+NAME = "digits"
+SEEDS = (0, 1, 2)
+DAMPING = 1e-3
+DAMPINGS = (1e-9, 1e-7, 1e-5, DAMPING, 1e-1, 10.0)  # of C-SGD
+MOMENTA = (0.5, 0.8, 0.9, 0.95, 0.99)
+BEST_MOMENTUM = 0.95  # the paper's
+OPTIMISERS: dict[str, Optimiser] = {"SGD": "sgd", "Nesterov": "nesterov", "Adam": "adam", "RMSprop": "rmsprop"}
+WITH_MOMENTUM: dict[str, Optimiser] = {"SGD": "momentum", "Nesterov": "nesterov"}
 Kept = dict[str, KeptContestant]
 DERIVATIVES = ("RMSprop", "Adam", "Nesterov")
+
+
+# ---- what is run -------------------------------------------------------------------------------------------------
+
+
+def damped(damping: float) -> str:
+    """Returns the label of C-SGD with a λ.
+
+    >>> damped(1e-3), damped(0.1)
+    ('C-SGD', 'C-SGD, λ = 0.1')
+    """
+    return "C-SGD" if damping == DAMPING else f"C-SGD, λ = {damping:g}"
+
+
+def with_momentum(label: str, momentum: float) -> str:
+    """Returns the label of an optimiser with a momentum.
+
+    >>> with_momentum("SGD", 0.9), with_momentum("Nesterov", 0.95)
+    ('SGD, momentum 0.9', 'Nesterov')
+    """
+    is_the_papers = label == "Nesterov" and momentum == BEST_MOMENTUM
+    return label if is_the_papers else f"{label}, momentum {momentum:g}"
+
+
+def race(quick: bool = False) -> Race:
+    """Returns the experiment; the small one has a smaller network and fewer rates."""
+    configs: dict[str, TrainConfig] = {}
+    for name, optimiser in OPTIMISERS.items():
+        for label in (name, f"C-{name}"):
+            configs[label] = _config(optimiser, quick, consequentialist=label.startswith("C-"))
+    for name, optimiser in WITH_MOMENTUM.items():
+        for momentum in MOMENTA:
+            configs[with_momentum(name, momentum)] = _config(optimiser, quick, momentum=momentum)
+    for damping in DAMPINGS:
+        configs[damped(damping)] = _config("sgd", quick, consequentialist=True, damping=damping)
+    contestants = tuple(
+        Contestant(variant_of(label), label, config, SEEDS[:1] if quick else SEEDS, timed_with="sgd")
+        for label, config in configs.items()
+    )
+    if quick:
+        search = Search(epochs=1, lowest=-8, highest=-6, extensions=0, half_ways=False)
+        return Race(f"{NAME}-quick", contestants, search, timed_iterations=20)
+    return Race(NAME, contestants, Search(epochs=3), timed_iterations=100)
+
+
+def variant_of(label: str) -> str:
+    """Returns a contestant's name.
+
+    >>> variant_of("SGD, momentum 0.9"), variant_of("C-SGD, λ = 1e-07")
+    ('sgd-momentum-0.9', 'c-sgd-damping-1e-07')
+    """
+    return label.lower().replace("λ =", "damping").replace(",", "").replace(" ", "-")
+
+
+def _config(
+    optimiser: Optimiser,
+    quick: bool,
+    *,
+    consequentialist: bool = False,
+    momentum: float = BEST_MOMENTUM,
+    damping: float = DAMPING,
+) -> TrainConfig:
+    return TrainConfig(
+        dataset="digits",
+        model="mlp",
+        hidden=(16,) * 2 if quick else (64,) * 8,
+        optimiser=optimiser,
+        consequentialist=consequentialist,
+        momentum=momentum,
+        damping=damping,
+        normalisation="unit",
+        batch_size=32,
+        epochs=2 if quick else 20,
+        log_every=15,
+        gradient_norms="none",
+        checkpoint_every=10_000,
+    )
+
+
+# ---- what comes out ----------------------------------------------------------------------------------------------
 
 
 def finding(*runs: Path) -> Finding:
@@ -101,15 +182,12 @@ def _signed(values: list[float]) -> str:
 
 
 def _optimisers_figure(kept: Kept) -> Figure:
-    columns = ("train_loss", "test_accuracy")
-    labels = [prefix + name for name in OPTIMISERS for prefix in ("C-", "")]
-    series = [series for label in labels for series in kept[label].series(columns)]
-    x = [Axis("iteration", "iterations")]
-    y = {"training loss": Axis("train_loss", "loss on the training set", log=True)}
-    y["test accuracy"] = Axis("test_accuracy", "test accuracy")
+    some = [kept[prefix + name] for name in OPTIMISERS for prefix in ("C-", "")]
+    x = ITERATIONS_OR_SECONDS[:1]
+    loss = curve_panels({"training loss": some}, [Axis("train_loss", "loss on the training set", log=True)], x)
+    accuracy = curve_panels({"test accuracy": some}, [Axis("test_accuracy", "test accuracy")], x)
     caption = "Eight hidden layers of 64 on the digits, each optimiser at its own best learning rate."
-    panels = [Panel(title, series, x, [axis]) for title, axis in y.items()]
-    return Figure(f"{NAME}-optimisers", "Every optimiser with its C- version, on the digits", caption, panels)
+    return Figure(f"{NAME}-optimisers", "Every optimiser with its C- version, on the digits", caption, loss + accuracy)
 
 
 def _choices_figure(kept: Kept) -> Figure:
@@ -117,32 +195,18 @@ def _choices_figure(kept: Kept) -> Figure:
 
     def series(label: str, by: str, found: dict[float, KeptContestant], measure: str) -> Series:
         rows = [(value, run) for value, one in found.items() for run in one.runs]
-        columns: dict[str, list[Number]] = {by: [value for value, _ in rows]}
-        columns[measure] = [mean_log_loss(run) if measure == "mean_log_loss" else run.last(measure) for _, run in rows]
-        return Series(label, columns, style="markers")
+        measured = [mean_log_loss(run) if measure == "mean_log_loss" else run.last(measure) for _, run in rows]
+        return Series(label, {by: [value for value, _ in rows], measure: measured}, style="markers")
 
     by_damping = {damping: kept[damped(damping)] for damping in DAMPINGS}
-    damping_axis = [Axis("damping", "λ", log=True)]
+    damping, momentum = [Axis("damping", "λ", log=True)], [Axis("momentum", "momentum")]
+    loss, accuracy = Axis("mean_log_loss", "mean log₁₀ of the loss"), Axis("test_accuracy", "test accuracy")
+    by_momentum = {name: {m: kept[with_momentum(name, m)] for m in MOMENTA} for name in WITH_MOMENTUM}
+    of_momentum = [series(name, "momentum", found, loss.column) for name, found in by_momentum.items()]
     panels = [
-        Panel("λ: loss", [series("C-SGD", "damping", by_damping, "mean_log_loss")], damping_axis, [_MEAN_LOSS]),
-        Panel(
-            "λ: test accuracy",
-            [series("C-SGD", "damping", by_damping, "test_accuracy")],
-            damping_axis,
-            [Axis("test_accuracy", "test accuracy")],
-        ),
-        Panel(
-            "momentum: loss",
-            [
-                series(name, "momentum", {m: kept[with_momentum(name, m)] for m in MOMENTA}, "mean_log_loss")
-                for name in WITH_MOMENTUM
-            ],
-            [Axis("momentum", "momentum")],
-            [_MEAN_LOSS],
-        ),
+        Panel("λ: loss", [series("C-SGD", "damping", by_damping, loss.column)], damping, [loss]),
+        Panel("λ: test accuracy", [series("C-SGD", "damping", by_damping, accuracy.column)], damping, [accuracy]),
+        Panel("momentum: loss", of_momentum, momentum, [loss]),
     ]
     caption = "A point for every seed, each setting at its own best learning rate."
     return Figure(f"{NAME}-choices", "What ridge and momentum do, on the digits", caption, panels)
-
-
-_MEAN_LOSS = Axis("mean_log_loss", "mean log₁₀ of the loss")

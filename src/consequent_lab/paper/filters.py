@@ -114,7 +114,7 @@ def _figure(streams: dict[str, Stream]) -> Figure:
         Panel(
             title=name,
             series=[
-                Series(label, {"sample": [*places], "distance": [*stream.distance(part)[::2]]})
+                Series(label, {"sample": places, "distance": stream.distance(part)[::2]})
                 for label, part in (
                     ("weights of strong inputs", STRONG_WEIGHTS),
                     ("weights of weak inputs", WEAK_WEIGHTS),

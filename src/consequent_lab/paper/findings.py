@@ -5,7 +5,7 @@ What cannot be shown is refused by name when it is made; numbers that are not fi
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,7 +29,7 @@ class Series:
     """One curve; series of one group are the same contestant (its seeds, say): one colour, one line in a legend."""
 
     label: str
-    columns: dict[str, list[Number]]  # equally long; an axis names the one that it shows
+    columns: Mapping[str, Sequence[Number]]  # equally long; an axis names the one that it shows
     group: str = ""  # the label, if empty
     style: Literal["line", "markers", "line+markers"] = "line"
 
@@ -72,8 +72,8 @@ class Panel:
 
     title: str
     series: list[Series]
-    x: list[Axis]
-    y: list[Axis]
+    x: Sequence[Axis]
+    y: Sequence[Axis]
     contours: Contours | None = None
     equal_scales: bool = False  # a unit of x is as long as a unit of y
 
@@ -158,7 +158,7 @@ class Table:
 
     title: str
     columns: list[str]
-    rows: list[list[str | Number]]
+    rows: Sequence[Sequence[str | Number]]
 
     def __post_init__(self) -> None:
         for number, row in enumerate(self.rows, start=1):

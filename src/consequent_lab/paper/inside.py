@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from consequent import CSGD
 from consequent.paper import first_extension
-from consequent_lab.paper.findings import Axis, Figure, Finding, Number, Panel, Series, Statement
+from consequent_lab.paper.findings import Axis, Figure, Finding, Panel, Series, Statement
 from consequent_lab.paper.measures import roughness
 from consequent_lab.paper.statements import Outcome, judged
 
@@ -226,12 +226,11 @@ def _rates(rates: list[float]) -> str:
 
 def _figure(ours: list[Training], plain: list[Training]) -> Figure:
     def series(label: str, some: list[list[list[float]]]) -> list[Series]:
-        found = []
-        for seed, cosines in enumerate(some):
-            columns: dict[str, list[Number]] = {"layer": [float(n + 1) for n in range(LAYERS)]}
-            columns["cosine"] = [*by_layer(cosines)]
-            found.append(Series(f"{label}, seed {seed}", columns, label, "line+markers"))
-        return found
+        layers = [float(number) for number in range(1, LAYERS + 1)]
+        return [
+            Series(f"{label}, seed {seed}", {"layer": layers, "cosine": by_layer(one)}, label, "line+markers")
+            for seed, one in enumerate(some)
+        ]
 
     axes = [Axis("layer", "layer")], [Axis("cosine", "cosine of wanted and produced")]
     return Figure(

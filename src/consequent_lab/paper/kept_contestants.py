@@ -3,11 +3,14 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
-from consequent_lab.paper.archive import Archive, KeptRun
+import numpy as np
+
+from consequent_lab.kept_runs import KeptRun, TrainedRun
+from consequent_lab.paper.archive import Archive
 from consequent_lab.paper.findings import Number, Series
 from consequent_lab.paper.measures import Curve, advantage
 from consequent_lab.paper.rates import Chosen, Searched, variant_at
@@ -23,7 +26,7 @@ class KeptContestant:
     contestant: Contestant
     search: Searched
     choice: Chosen | None
-    runs: list[KeptRun]  # at the chosen rate, by seed
+    runs: list[TrainedRun]  # at the chosen rate, by seed
     seconds_per_iteration: float | None = None  # timed alone
     timed_as: str = ""  # CUDA graph or eager, and the device
 
@@ -45,10 +48,8 @@ class KeptContestant:
         """
         if by == "seconds" and self.seconds_per_iteration is None:
             return []
-        place = self.seconds if by == "seconds" else (lambda line: line["iteration"])
-        curves = [
-            [(place(line), line[quantity]) for line in run.lines if line.get(quantity) is not None] for run in self.runs
-        ]
+        unit = 1 if by == "iteration" else self.seconds_per_iteration or 0
+        curves = [[(unit * iteration, value) for iteration, value in run.curve(quantity)] for run in self.runs]
         return [curve for curve in curves if len(curve) > 1]
 
     def seconds(self, line: dict[str, float]) -> float:
@@ -110,11 +111,8 @@ def _kept(race: Race, contestant: Contestant, archive: Archive) -> KeptContestan
 def seconds_of(run: KeptRun) -> float:
     """Returns the median seconds per iteration of a run, its first quarter left out."""
     lines = [line for line in run.lines if line["iteration"] >= WARM_UP * run.outcome["iteration"]]
-    pieces: list[float] = [
-        (after["seconds"] - before["seconds"]) / (after["iteration"] - before["iteration"])
-        for before, after in pairwise(lines)
-    ]
-    return median(pieces)
+    seconds, iterations = (np.diff([line[name] for line in lines]) for name in ("seconds", "iteration"))
+    return float(np.median(seconds / iterations))
 
 
 # ---- over seeds --------------------------------------------------------------------------------------------------

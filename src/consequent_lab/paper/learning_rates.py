@@ -1,19 +1,66 @@
-"""How much tuning a learning rate needs: loss against the rate over four decades, plain and C-."""
+"""How much tuning a learning rate needs: loss against the rate over four decades, plain and C-.
+
+A small perceptron is run at all these rates. The same for ResNet-20 is what the search of that experiment has tried
+anyway: the same rates, one seed.
+"""
 
 import math
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
+from consequent_lab.paper import resnet20
 from consequent_lab.paper.archive import Archive
 from consequent_lab.paper.findings import Figure, Finding, Number, Statement, Table
-from consequent_lab.paper.learning_rates_recipe import NAME, resnet20_race, sweep
 from consequent_lab.paper.race_finding import DRAWN_UP_TO, rate_panels
 from consequent_lab.paper.rates import rate_at, score, variant_at
-from consequent_lab.paper.recipes import Sweep
+from consequent_lab.paper.recipes import Contestant, Race, Sweep
 from consequent_lab.paper.statements import Outcome, judged
+from consequent_lab.train_config import TrainConfig
 
+NAME = "learning-rates"
+SEEDS = (0, 1, 2)
+RUNGS = tuple(range(-16, 1, 2))  # 1e-4 to 1
+OPTIMISERS: dict[str, Literal["sgd", "adam"]] = {"SGD": "sgd", "Adam": "adam"}
+LABELS = ("SGD", "C-SGD", "Adam", "C-Adam")
+RESNET20_LABELS = ("SGD", "C-SGD", "Nesterov", "C-Nesterov", "Adam", "C-Adam")
 GOOD = 1.25  # times the best loss of the same contestant
 Losses = dict[str, dict[int, float]]  # by label and rung, means over seeds; infinity if one diverged
+
+
+# ---- what is run -------------------------------------------------------------------------------------------------
+
+
+def sweep(quick: bool = False) -> Sweep:
+    """Returns the runs of the small perceptron."""
+    contestants = tuple(
+        Contestant(label.lower(), label, _config(label, quick), SEEDS[:1] if quick else SEEDS) for label in LABELS
+    )
+    return Sweep(f"{NAME}-quick" if quick else NAME, contestants, RUNGS[4::4] if quick else RUNGS)
+
+
+def resnet20_race(quick: bool = False) -> Race:
+    """Returns the contestants of ResNet-20 whose search shows their learning rates."""
+    return resnet20.race(quick).select(tuple(label.lower() for label in RESNET20_LABELS), ())
+
+
+def _config(label: str, quick: bool) -> TrainConfig:
+    return TrainConfig(
+        dataset="digits" if quick else "fashion-mnist",
+        model="mlp",
+        hidden=(32,) * 2 if quick else (128,) * 4,
+        optimiser=OPTIMISERS[label.removeprefix("C-")],
+        consequentialist=label.startswith("C-"),
+        damping=1e-3,
+        batch_size=32,
+        epochs=1,
+        log_every=15 if quick else 500,
+        gradient_norms="none",
+        checkpoint_every=10_000,
+    )
+
+
+# ---- what comes out ----------------------------------------------------------------------------------------------
 
 
 def finding(*runs: Path) -> Finding:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from consequent import CSGD
-from consequent_lab.paper.findings import Axis, Contours, Figure, Finding, Number, Panel, Series, Statement, Table
+from consequent_lab.paper.findings import Axis, Contours, Figure, Finding, Panel, Series, Statement, Table
 from consequent_lab.paper.measures import detour, overshoot, steps_until, swings
 from consequent_lab.paper.statements import Outcome, judged
 
@@ -160,10 +160,10 @@ def statements(paths: dict[tuple[str, float], Path2D]) -> list[Statement]:
 
 
 def _figure(paths: dict[tuple[str, float], Path2D]) -> Figure:
-    steps: list[Number] = [float(step) for step in range(STEPS + 1)]
+    steps = [float(step) for step in range(STEPS + 1)]
 
     def series(path: Path2D) -> Series:
-        columns: dict[str, list[Number]] = {"first": [*path.first], "second": [*path.second], "iteration": steps}
+        columns = {"first": path.first, "second": path.second, "iteration": steps}
         return Series(path.label, columns, style="line+markers")
 
     return Figure(

@@ -1,24 +1,28 @@
-"""What becomes of the paper's statements on deep perceptrons (its third experiment)."""
+"""The paper's third experiment: a deep perceptron on three data sets, SGD against C-SGD."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
-from consequent_lab.paper.findings import Axis, Figure, Finding, Panel, Statement
+from consequent_lab.paper.findings import Axis, Figure, Finding, Statement
 from consequent_lab.paper.kept_contestants import KeptContestant, kept_race, lowered, mean_of
 from consequent_lab.paper.measures import EPOCHS_OF_A_DROP, apart, crossing, roughness, sharp_drop
-from consequent_lab.paper.mlp_recipe import NAME, NORMALISATIONS, race, title_of
-from consequent_lab.paper.race_finding import (
-    ITERATIONS_OR_SECONDS,
-    circumstances,
-    race_finding,
-    search_figure,
-    seconds_note,
-)
-from consequent_lab.paper.recipes import Race
+from consequent_lab.paper.race_finding import circumstances, curve_panels, race_finding, search_figure, seconds_note
+from consequent_lab.paper.rates import Search
+from consequent_lab.paper.recipes import Contestant, Race
 from consequent_lab.paper.statements import Found, Outcome, judged, statement_rows
+from consequent_lab.train_config import TrainConfig
 
+Dataset = Literal["digits", "cifar10", "cifar100", "fashion-mnist"]
+Normalisation = Literal["unit", "features"]
+
+NAME = "mlp"
+TITLES = {"digits": "Digits", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "fashion-mnist": "Fashion-MNIST"}
+DATASETS: tuple[Dataset, ...] = ("cifar10", "cifar100", "fashion-mnist")
+NORMALISATIONS: tuple[Normalisation, ...] = ("unit", "features")
+DAMPING = {"unit": 1e-3, "features": 1e-2}
 BEGINNING = 5  # epochs
 COMPETITIVE = -0.05  # decades of loss at equal seconds: no more than about a tenth above
 IDENTICAL = 0.1  # decades of loss at equal seconds, above or below
@@ -30,6 +34,70 @@ Cells = dict[Cell, dict[str, KeptContestant]]  # SGD and C-SGD of each
 DROP = (
     f"A sharp drop: the first epoch after which the loss is a tenth, or less, of that {EPOCHS_OF_A_DROP} epochs before"
 )
+
+
+# ---- what is run -------------------------------------------------------------------------------------------------
+
+
+def race(quick: bool = False) -> Race:
+    """Returns the experiment, or a small one on the digits."""
+    datasets: tuple[Dataset, ...] = ("digits",) if quick else DATASETS
+    contestants = tuple(
+        Contestant(
+            variant_of(dataset, normalisation, label),
+            label,
+            _config(dataset, normalisation, label, quick),
+            setting=title_of(dataset, normalisation),
+            timed_with=variant_of(dataset, NORMALISATIONS[0], label),
+        )
+        for dataset in datasets
+        for normalisation in NORMALISATIONS
+        for label in ("C-SGD", "SGD")
+    )
+    if quick:
+        search = Search(epochs=2, lowest=-8, highest=-4, extensions=0, half_ways=False)
+        return Race(f"{NAME}-quick", contestants, search, timed_iterations=40)
+    return Race(NAME, contestants, Search(epochs=2), timed_iterations=1000)
+
+
+def title_of(dataset: str, normalisation: str) -> str:
+    """Returns a data set's name as in the paper.
+
+    >>> title_of("cifar10", "features"), title_of("cifar100", "unit")
+    ('CIFAR-10 NF', 'CIFAR-100')
+    """
+    return TITLES[dataset] + (" NF" if normalisation == "features" else "")
+
+
+def variant_of(dataset: str, normalisation: str, label: str) -> str:
+    """Returns a contestant's name.
+
+    >>> variant_of("cifar10", "unit", "C-SGD")
+    'cifar10-unit-c-sgd'
+    """
+    return f"{dataset}-{normalisation}-{label.lower()}"
+
+
+def _config(dataset: Dataset, normalisation: Normalisation, label: str, quick: bool) -> TrainConfig:
+    width, layers = (1600 if dataset == "cifar100" else 800), 8
+    if quick:
+        width, layers = 32, 3
+    return TrainConfig(
+        dataset=dataset,
+        model="mlp",
+        hidden=(width,) * layers,
+        optimiser="sgd",
+        consequentialist=label == "C-SGD",
+        damping=DAMPING[normalisation],
+        normalisation=normalisation,
+        batch_size=32,
+        epochs=6 if quick else 100,
+        log_every=15 if quick else 500,
+        checkpoint_every=90 if quick else 10_000,
+    )
+
+
+# ---- what comes out ----------------------------------------------------------------------------------------------
 
 
 def finding(*runs: Path) -> Finding:
@@ -243,22 +311,14 @@ def _by_cell(values: Mapping[Cell, object], form: Callable[..., str], opening: s
 
 
 def _figure(panels: dict[str, list[KeptContestant]], contestants: Iterable[KeptContestant]) -> Figure:
-    columns = ("train_loss", "train_accuracy", "test_accuracy")
+    axes = [
+        Axis("train_loss", "loss on the training set", log=True),
+        Axis("train_accuracy", "accuracy on the training set"),
+        Axis("test_accuracy", "test accuracy"),
+    ]
     return Figure(
         name=NAME,
         title="Loss over the full training set, SGD and C-SGD",
         caption=f"NF: normalised features. After every epoch. {seconds_note(contestants)}",
-        panels=[
-            Panel(
-                title,
-                [series for one in some for series in one.series(columns)],
-                ITERATIONS_OR_SECONDS,
-                [
-                    Axis("train_loss", "loss on the training set", log=True),
-                    Axis("train_accuracy", "accuracy on the training set"),
-                    Axis("test_accuracy", "test accuracy"),
-                ],
-            )
-            for title, some in panels.items()
-        ],
+        panels=curve_panels(panels, axes),
     )

@@ -16,7 +16,7 @@ from torch.optim import SGD
 
 from consequent import CSGD
 from consequent.paper import first_extension
-from consequent_lab.paper.findings import Axis, Figure, Finding, Number, Panel, Series, Statement, Table
+from consequent_lab.paper.findings import Axis, Figure, Finding, Panel, Series, Statement, Table
 from consequent_lab.paper.measures import detour
 from consequent_lab.paper.statements import Outcome, judged
 
@@ -198,11 +198,8 @@ def _panel(title: str, walks: list[Walk]) -> Panel:
     for one in walks:
         for sample in SHOWN_SAMPLES:
             points = [point for point in one.path(sample) if math.hypot(*point) < 50]
-            columns: dict[str, list[Number]] = {
-                "first": [point[0] for point in points],
-                "second": [point[1] for point in points],
-                "iteration": [float(step) for step in range(len(points))],
-            }
+            first, second = (list(side) for side in zip(*points, strict=True))
+            columns = {"first": first, "second": second, "iteration": [float(step) for step in range(len(points))]}
             series.append(Series(f"{one.label}, sample {sample + 1}", columns, one.label, "line+markers"))
     for label, values in (("start", walks[0].outputs[0]), ("target", walks[0].targets)):
         first, second = values[list(SHOWN_SAMPLES)].T.tolist()

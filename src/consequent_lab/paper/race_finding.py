@@ -1,6 +1,6 @@
 """What the findings of all races have in common: what stands beside verdicts, figures of the search, tables."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 
 from consequent_lab.paper.findings import Axis, Figure, Finding, Lead, Number, Panel, Series, Statement, Table
@@ -74,9 +74,18 @@ def rate_panels(panels: dict[str, dict[str, dict[int, float]]], axis: str) -> li
 
 
 def _rate_series(label: str, losses: dict[int, float]) -> Series:
-    rates: list[Number] = [rate_at(rung) for rung in sorted(losses)]
-    drawn = [loss if (loss := losses[rung]) <= DRAWN_UP_TO else None for rung in sorted(losses)]
-    return Series(label, {"rate": rates, "loss": drawn}, style="line+markers")
+    drawn = {rate_at(rung): loss if loss <= DRAWN_UP_TO else None for rung, loss in sorted(losses.items())}
+    return Series(label, {"rate": [*drawn], "loss": [*drawn.values()]}, style="line+markers")
+
+
+def curve_panels(
+    panels: Mapping[str, Iterable[KeptContestant]], y: Sequence[Axis], x: Sequence[Axis] = ITERATIONS_OR_SECONDS
+) -> list[Panel]:
+    """Returns a curve for every run of the contestants of each panel, given by its title."""
+    columns = [axis.column for axis in y]
+    return [
+        Panel(title, [series for one in some for series in one.series(columns)], x, y) for title, some in panels.items()
+    ]
 
 
 def search_figure(name: str, race: Race, panels: dict[str, list[KeptContestant]]) -> Figure:

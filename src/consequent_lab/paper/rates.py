@@ -13,7 +13,8 @@ import math
 from dataclasses import dataclass, replace
 
 from consequent_lab.datasets import LAYOUTS
-from consequent_lab.paper.archive import Archive, KeptRun
+from consequent_lab.kept_runs import KeptRun, TrainedRun
+from consequent_lab.paper.archive import Archive
 from consequent_lab.train_config import TrainConfig
 
 NEVER = 10**9  # iterations
@@ -120,7 +121,7 @@ def score(run: KeptRun) -> float:
     return math.inf if run.diverged or loss is None else loss
 
 
-def failed(run: KeptRun) -> bool:
+def failed(run: TrainedRun) -> bool:
     """Returns whether a run diverged or ended no better than by guessing: at 99 % of ln(classes) or above."""
     classes = LAYOUTS[run.config.dataset].classes if run.config.dataset in LAYOUTS else 10
     loss = run.last("epoch_loss")

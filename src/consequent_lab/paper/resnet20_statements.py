@@ -1,30 +1,34 @@
-"""What becomes of the paper's statements on ResNet-20: a method for each that does not only compare pairs of losses."""
+"""What becomes of the paper's statements on ResNet-20, and how they are measured on runs."""
 
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
+from consequent_lab.kept_runs import KeptRun, TrainedRun
 from consequent_lab.models import resnet20
 from consequent_lab.paper.findings import Statement
 from consequent_lab.paper.kept_contestants import KeptContestant, all_above, lowered, spread
-from consequent_lab.paper.measures import about, advantage, apart, crossing, distance, roughness, smoothed, up_to
+from consequent_lab.paper.measures import (
+    about,
+    advantage,
+    apart,
+    crossing,
+    distance,
+    first_above,
+    roughness,
+    smoothed,
+    stays_above,
+    up_to,
+)
 from consequent_lab.paper.race_finding import circumstances
 from consequent_lab.paper.recipes import Race
-from consequent_lab.paper.resnet20_measures import (
-    ALL_CORRECT,
-    forgotten_after,
-    last_common_epoch,
-    reaches,
-    seconds_to,
-    span_of_norms,
-    stays_at_all,
-)
-from consequent_lab.paper.resnet20_recipe import NAME
 from consequent_lab.paper.statements import Found, Outcome, judged, statement_rows
 
+NAME = "resnet20"
+ALL_CORRECT = 0.9999  # over an epoch: 5 of 50,000 samples may be wrong, each was seen before its step
 C_SGD_AT, C_NESTEROV_AT, CROSSING_AT = 8_000, 7_000, 25_000  # iterations that the paper names
 EQUAL_WINDOW = 10_000  # iterations that every contestant has
 BEGINNING = 10  # epochs
@@ -54,6 +58,62 @@ RULES: dict[str, Callable[[list[float]], bool | None]] = {
 }
 
 Times = Sequence[float | None]  # seconds until an accuracy, of every seed; None: not in time
+
+
+# ---- measures of runs --------------------------------------------------------------------------------------------
+
+
+def reaches(run: KeptRun) -> float | None:
+    """Returns the iteration at which all samples of an epoch are first known, but for a few."""
+    return first_above(run.curve("epoch_accuracy"), ALL_CORRECT)
+
+
+def stays_at_all(run: TrainedRun) -> float | None:
+    """Returns the iteration from which the paper's curve, one mini-batch every 100 iterations, stays at 100 %."""
+    shown = [(place, value) for place, value in run.curve("batch_accuracy") if place % run.config.log_every == 0]
+    return stays_above(shown, 1.0)
+
+
+def forgotten(run: KeptRun, after: float = 0, until: float = math.inf) -> float:
+    """Returns how many samples of the training set were correct at one evaluation and wrong at the next, in all."""
+    return float(sum(value for place, value in run.curve("forgotten") if after < place <= until))
+
+
+def last_common_epoch(contestants: Sequence[KeptContestant]) -> float:
+    """Returns the iteration of the last epoch that all runs of the headlines have; 0 if there is none."""
+    headlines = [run for one in contestants if one.contestant.headline for run in one.runs]
+    epochs = [dict(run.curve("epoch_loss")).keys() & dict(run.curve("test_accuracy")).keys() for run in headlines]
+    return max(set.intersection(*map(set, epochs)), default=0) if epochs else 0
+
+
+def seconds_to(one: KeptContestant, level: float) -> list[float | None]:
+    """Returns the seconds at which the accuracy over an epoch is first at the level, for every run."""
+    return [first_above(curve, level) for curve in one.curves("epoch_accuracy", "seconds")]
+
+
+def layer_norms(run: KeptRun) -> list[tuple[int, list[float]]]:
+    """Returns the norms of the plain gradient, layer by layer from the first to the last, at a few iterations.
+
+    Layers are convolutions and the last one; a BatchNorm, kept as the second of a pair, is none.
+    """
+    found = []
+    for line in run.lines:
+        norms = line.get("gradient_norms", {}).get("plain", {})
+        layers = [name for name in norms if not (name.endswith(".1") and f"{name.removesuffix('.1')}.0" in norms)]
+        if layers:
+            found.append((line["iteration"], [norms[name] for name in layers]))
+    return found
+
+
+def span_of_norms(runs: Sequence[KeptRun]) -> float | None:
+    """Returns the largest norm of a layer's gradient ÷ the smallest at the same time, median over iterations."""
+    ratios = [
+        max(norms) / min(norms) if min(norms) > 0 else float("inf") for run in runs for _, norms in layer_norms(run)
+    ]
+    return median(ratios) if ratios else None
+
+
+# ---- statements --------------------------------------------------------------------------------------------------
 
 
 def statements(race: Race, kept: dict[str, KeptContestant]) -> list[Statement]:
@@ -119,16 +179,16 @@ class Judge:
         ]
 
     def _none_forgotten(self) -> Found:
-        forgotten = self._forgotten_late("C-SGD")
-        return f"{spread(forgotten)}.", [not any(forgotten) if forgotten else None]
+        counts = self._forgotten_late("C-SGD")
+        return f"{spread(counts)}.", [not any(counts) if counts else None]
 
     def _bn_forgets(self) -> Found:
-        forgotten = self._forgotten_late("SGD-BN")
-        return f"{spread(forgotten)}.", [all(forgotten) if forgotten else None]
+        counts = self._forgotten_late("SGD-BN")
+        return f"{spread(counts)}.", [all(counts) if counts else None]
 
-    def _forgotten_late(self, label: str) -> list[int]:
+    def _forgotten_late(self, label: str) -> list[float]:
         runs = [run for run in self._kept[label].runs if run.outcome["iteration"] > C_SGD_AT]
-        return [forgotten_after(run, C_SGD_AT) for run in runs]
+        return [forgotten(run, after=C_SGD_AT) for run in runs]
 
     def _faster_in_the_beginning(self) -> Found:
         pairs = list(product(*(self._kept[label].curves("epoch_loss") for label in ("C-SGD", "SGD-BN"))))
@@ -224,13 +284,7 @@ class Judge:
     def _forgets_less(self) -> Found:
         labels = ("C-SGD", "SGD-BN")
         common = min(self._iterations(label) for label in labels)
-        totals = {
-            label: [
-                float(sum(lost for at, lost in run.curve("forgotten") if at <= common))
-                for run in self._kept[label].runs
-            ]
-            for label in labels
-        }
+        totals = {label: [forgotten(run, until=common) for run in self._kept[label].runs] for label in labels}
         return f"In {common:,} iterations: {_spreads(totals)}.", [_all_below(*totals.values())]
 
     def _iterations(self, label: str) -> int:

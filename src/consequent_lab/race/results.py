@@ -66,6 +66,20 @@ class Results:
         """Returns the finals with the settings that were chosen, a seed each."""
         return sorted(self.of_kind("final", contestant), key=lambda line: int(line["seed"]))
 
+    def state(self, trials: int, seeds: int) -> str:
+        """Returns how far the task is, where every contestant is to have so many trials and finals."""
+        names: dict[str, list[str]] = {"done": [], "begun": [], "not begun": []}
+        for name in self.task.contestants:
+            is_searched = self.task.settings_from is not None or len(self.trials(name)) >= trials
+            if is_searched and len(self.finals(name)) >= seeds:
+                names["done"].append(name)
+            else:
+                names["begun" if self.trials(name) or self.finals(name) else "not begun"].append(name)
+        for state in ("done", "not begun"):
+            if len(names[state]) == len(self.task.contestants):
+                return state
+        return "partly; " + "; ".join(f"{state}: {', '.join(some)}" for state, some in names.items() if some)
+
     def best(self, contestant: str) -> Line | None:
         """Returns the best trial that was run to its end."""
         ended = [line for line in self.trials(contestant) if line["state"] == "complete"]

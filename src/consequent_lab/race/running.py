@@ -61,9 +61,8 @@ def search(report: Report, conditions: Conditions, name: str, trials: Sequence[L
     study = Search(task, contestant, steps, trials)
     while study.number < conditions.trials:
         check_time(conditions.deadline)
-        trial = study.ask()
-        curve, kept = _trained(conditions, contestant, trial.settings, data, steps, trial.is_over)
-        report(line_of(task, "trial", name, **trial.end(curve), **kept))
+        curve, kept = _trained(conditions, contestant, study.ask(), data, steps, study.is_over)
+        report(line_of(task, "trial", name, **study.end(curve), **kept))
     return ""
 
 

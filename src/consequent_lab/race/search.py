@@ -42,8 +42,8 @@ class Search:
         """Of the next trial."""
         return len(self._study.trials)
 
-    def ask(self) -> "Trial":
-        """Returns a trial with new settings; the first has those that one would start with."""
+    def ask(self) -> Settings:
+        """Begins a trial and returns its settings; the first has those that one would start with."""
         number = self.number
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # several knobs at once
@@ -52,8 +52,9 @@ class Search:
             self._study.enqueue_trial({knob.name: knob.start for knob in self._knobs})
         elif number <= SPREAD_TRIALS:
             self._study.enqueue_trial(spread(self._knobs, number))
-        trial = self._study.ask(self._distributions)
-        return Trial(self._task, self._steps, self._study, trial)
+        self._trial = self._study.ask(self._distributions)
+        self._is_pruned, self._start = False, time.perf_counter()
+        return dict(self._trial.params)
 
     @property
     def _distributions(self) -> dict[str, Any]:
@@ -61,25 +62,8 @@ class Search:
             knob.name: optuna.distributions.FloatDistribution(knob.low, knob.high, log=True) for knob in self._knobs
         }
 
-
-class Trial:
-    """One trial of a search while it runs."""
-
-    def __init__(self, task: Task, steps: int, study: optuna.Study, trial: optuna.Trial) -> None:
-        self._task = task
-        self._steps = steps
-        self._study = study
-        self._trial = trial
-        self._is_pruned = False
-        self._start = time.perf_counter()
-
-    @property
-    def settings(self) -> Settings:
-        """What is tried."""
-        return dict(self._trial.params)
-
     def is_over(self, curve: Curve) -> bool:
-        """Says whether to end the run here: it is among the worse half, or its score is known."""
+        """Says whether to end the trial here: it is among the worse half, or its score is known."""
         evaluation = len(curve) - 1
         if evaluation == 0:
             return False
@@ -96,7 +80,7 @@ class Trial:
         self._study.tell(self._trial, None if self._is_pruned else score, state=state)
         frozen = self._study.trials[self._trial.number]
         return {
-            "settings": self.settings,
+            "settings": dict(self._trial.params),
             "number": self._trial.number,
             "state": "pruned" if self._is_pruned else "complete",
             "score": score,

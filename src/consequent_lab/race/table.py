@@ -1,12 +1,9 @@
-"""The table of a task, made from its lines: on the terminal and in the docs."""
+"""The table of a task, made from its lines, in Markdown: the docs have it, and the terminal shows it."""
 
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from consequent_lab.race.contestants import CONTESTANTS
 from consequent_lab.race.curves import unpacked
@@ -159,20 +156,8 @@ def caption(results: Results) -> str:
     return " ".join(sentences)
 
 
-def terminal_table(results: Results) -> Table:
-    """Returns the table for the terminal."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=caption(results), title=results.task.name)
-    for head in ("contestant", "settings"):
-        table.add_column(head)
-    for head in headings(results):
-        table.add_column(head, justify="right")
-    for row in rows(results):
-        table.add_row(row.contestant, row.settings, *row.cells)
-    return table
-
-
 def markdown_table(results: Results) -> str:
-    """Returns the table for the docs, and what was done."""
+    """Returns what was done, and the table."""
     return f"{caption(results)}\n\n{markdown_rows(results)}"
 
 

@@ -25,8 +25,8 @@ from consequent_lab.schedules import cosine
 DIVERGED = 1e4  # a training loss from which no run has come back
 
 
-class Run:
-    """A training run of a contestant; everybody has the same first weights and batches with the same seed.
+class Run(Learner):
+    """The learner of a contestant on a task; everybody has the same first weights and batches with the same seed.
 
     Args:
         task: what is learnt.
@@ -45,11 +45,11 @@ class Run:
         self._data = data
         self._steps = steps
         device = data.train.device
-        self.is_graphed = graph and contestant.graphs and device.type == "cuda"
+        self.wants_graph = graph and contestant.graphs and device.type == "cuda"
         model = first_model(seed, partial(task.model, contestant.variant)).to(device)
-        optimizers = contestant.make(model, settings, task, self.is_graphed)
-        self.learner = Learner(
-            model, optimizers, data.train, task.loss, task.batch_size, seed, task.augment, self.is_graphed
+        optimizers = contestant.make(model, settings, task, self.wants_graph)
+        super().__init__(
+            model, optimizers, data.train, task.loss, task.batch_size, seed, task.augment, self.wants_graph
         )
 
     def __iter__(self) -> Iterator[dict[str, float]]:
@@ -58,11 +58,11 @@ class Run:
         line = self._evaluated(done)
         yield line
         for number in range(self._task.evaluations):
-            self.learner.schedule(cosine(done, self._steps))
+            self.schedule(cosine(done, self._steps))
             stop = round(self._steps * (number + 1) / self._task.evaluations)
             try:
                 while done < stop:
-                    self.learner.learn(self.learner.batch(done))
+                    self.learn(self.batch(done))
                     done += 1
             except (StandstillError, LinAlgError):  # what numbers that are not finite end in
                 yield dict.fromkeys(line, math.nan) | {"iteration": done}
@@ -72,17 +72,12 @@ class Run:
             if not line["train_loss"] < DIVERGED:
                 return
 
-    def same_step(self, factor: float) -> Callable[[], None]:
-        """Returns a step on the first batch, at a fraction of the learning rate, to be timed."""
-        self.learner.schedule(factor)
-        return partial(self.learner.learn, self.learner.batch(0))
-
     def _evaluated(self, step: int) -> dict[str, float]:
         line: dict[str, float] = {"iteration": step}
         for name, samples in (("train", self._data.train[: self._task.evaluated]), ("test", self._data.test)):
             if not len(samples):
                 continue
-            found = evaluate(self.learner.model, samples, self._task.loss)
+            found = evaluate(self.model, samples, self._task.loss)
             line[f"{name}_loss"] = found.loss
             if self._task.metric == "accuracy":
                 line[f"{name}_accuracy"] = found.accuracy
@@ -119,7 +114,7 @@ def curve_of(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # learning rates far too large are part of a search, and so is what they cause
         runs = [Run(task, contestant, settings, own, seed, steps, graph) for seed, own in data.items()]
-        is_graphed = runs[0].is_graphed
+        is_graphed = runs[0].wants_graph
         curve: Curve = []
         try:
             for lines in zip(*runs, strict=False):

@@ -90,19 +90,22 @@ def curve_styles(figure: Figure) -> dict[str, CurveStyle]:
     legend = sorted(drawn, key=lambda group: (group in points, optimisers.index(_optimiser(group))))
     if len(set(optimisers)) == 1 and 2 < len(legend) <= len(HUES):  # a hue for each version
         return {
-            group: CurveStyle(hue.strong, _dash(group, group.startswith("C-")), 2.4)
+            group: CurveStyle(hue.strong, _dash(group, _is_corrected(group)), 2.4)
             for group, hue in zip(legend, HUES, strict=False)
         }
     hues = _hues({_optimiser(group): group in points for group in legend})
     symbols = dict(zip(points, cycle(get_args(Symbol)), strict=False))
-    compares = any(group.startswith("C-") for group in legend)
-    result = {}
+    compares = any(map(_is_corrected, legend))
+    result, taken = {}, set()
     for group in legend:
         # Where there is no C- version nothing needs to stand back; a single point never does.
-        strong = group.startswith("C-") or not compares or group in points
+        strong = _is_corrected(group) or not compares or group in points
         hue, dash = hues[_optimiser(group)], _dash(group, strong)
         width = 2.4 if strong else 2.2 if dash == "dot" else 1.9  # dots look thinner than they are
         colour = hue.strong if strong else hue.soft
+        if group not in points:  # where hues are used again, dashes tell curves apart
+            dash = next((one for one in (dash, *DASHES) if (colour, one) not in taken), dash)
+            taken.add((colour, dash))
         result[group] = CurveStyle(colour, dash, width, symbols.get(group, "circle"), group in points)
     return result
 
@@ -113,7 +116,11 @@ def _optimiser(group: str) -> str:
     >>> _optimiser("C-SGD"), _optimiser("Nesterov-BN"), _optimiser("start")
     ('SGD', 'Nesterov', 'start')
     """
-    return group.removeprefix("C-").removesuffix("-BN")
+    return re.sub(r"\bC-", "", group).removesuffix("-BN")
+
+
+def _is_corrected(group: str) -> bool:
+    return re.search(r"\bC-", group) is not None
 
 
 def _dash(group: str, strong: bool) -> Dash:
@@ -139,7 +146,7 @@ def _hues(optimisers: dict[str, bool]) -> dict[str, Hue]:
 
 def _stages(groups: list[str]) -> dict[str, CurveStyle]:
     """Gives stages of one thing, in the order of their numbers, colours from faint to strong."""
-    names = sorted(groups, key=lambda name: float(re.sub(r"[^\d.]", "", name)))
+    names = sorted(groups, key=lambda name: [float(part) for part in re.findall(r"\d+\.?\d*", name.replace(",", ""))])
     places = np.linspace(0, 1, len(names))
     return {
         name: CurveStyle(Colour(*(_between(stops, place) for stops in RAMP)), "solid", 2.2)

@@ -87,7 +87,7 @@ def _panel(panel: Panel, styles: dict[str, CurveStyle]) -> dict[str, Any]:
                 "style": curve.series.style,
                 "role": curve.role,
                 "dash": _dash(styles[group_of(curve.series)]),
-                "columns": {name: _rounded_all(curve.series.columns[name]) for name in shown},
+                "columns": {name: [*map(rounded, curve.series.columns[name])] for name in shown},
             }
             for curve in curves(panel)
         ],
@@ -111,7 +111,7 @@ def contour_lines(contours: Contours) -> list[list[list[Number]]]:
     generator = contour_generator(contours.x, contours.y, roots)
     levels = np.linspace(0, roots.max(), CONTOURS + 2)[1:-1]
     lines: list[Any] = [line for level in levels for line in generator.lines(level)]
-    return [[_rounded_all(line[:, side].tolist()) for side in (0, 1)] for line in lines]
+    return [[[*map(rounded, line[:, side].tolist())] for side in (0, 1)] for line in lines]
 
 
 def _ends(contours: Contours) -> dict[str, list[float]]:
@@ -121,10 +121,6 @@ def _ends(contours: Contours) -> dict[str, list[float]]:
 def _axis(axis: Axis, panel: Panel) -> dict[str, Any]:
     values = [value for series in panel.series for value in series.columns[axis.column] if value is not None]
     return {**asdict(axis), "hasLog": bool(values) and min(values) >= 0 < max(values)}
-
-
-def _rounded_all(values: list[Any]) -> list[Any]:
-    return [_rounded_all(value) if isinstance(value, list) else rounded(value) for value in values]
 
 
 def rounded(value: Number) -> Number:

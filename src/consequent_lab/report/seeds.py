@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Literal
 
-from consequent_lab.paper.findings import Number, Panel, Series
+import numpy as np
+
+from consequent_lab.paper.findings import Panel, Series
 from consequent_lab.report.curve_styles import group_of
 
 
@@ -51,19 +52,9 @@ def middle(runs: Sequence[Series], panel: Panel) -> Series | None:
     )
     if len(runs) < 2 or length == 0 or not aligned:
         return None
-    columns = {
-        axis.column: [_median([run.columns[axis.column][place] for run in runs]) for place in range(length)]
-        for axis in (*panel.x, *panel.y)
-    }
+    columns: dict[str, list[float]] = {}
+    for axis in (*panel.x, *panel.y):
+        values = np.array([run.columns[axis.column][:length] for run in runs], dtype=float)  # None is NaN
+        columns[axis.column] = np.median(values, axis=0).tolist()  # and so is the median of any with it
     group = group_of(runs[0])
     return Series(f"{group}, median of {len(runs)}", columns, group, runs[0].style)
-
-
-def _median(values: list[Number]) -> Number:
-    """Returns the median, or None if a value is missing.
-
-    >>> _median([3.0, 1.0, 2.0]), _median([3.0, None, 2.0])
-    (2.0, None)
-    """
-    present = [value for value in values if value is not None]
-    return median(present) if len(present) == len(values) else None

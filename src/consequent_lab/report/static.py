@@ -2,6 +2,8 @@
 
 import math
 import re
+from collections.abc import Collection, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -14,13 +16,14 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from consequent_lab.figures import FAINT, INK
 from consequent_lab.paper.findings import Axis, Contours, Figure, Panel
 from consequent_lab.records import write_atomically
 from consequent_lab.report.curve_styles import DASHES, CurveStyle, curve_styles, group_of
 from consequent_lab.report.payload import aspect, choices, columns_of
 from consequent_lab.report.seeds import Curve, curves
 
+INK, FAINT = "#333333", "#777777"
+LETTERS_PER_INCH = 14  # of a legend
 POINTS_PER_PIXEL = 0.58  # widths of lines are in pixels on the page and in points here
 SYMBOLS = {"circle": "o", "x": "x", "diamond": "D", "square": "s", "triangle-up": "^"}
 SETTINGS: dict[Any, Any] = {
@@ -34,6 +37,7 @@ SETTINGS: dict[Any, Any] = {
 METADATA: dict[str, dict[str, Any]] = {
     "png": {"Software": None},
     "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
 
 
@@ -53,20 +57,20 @@ def draw(figure: Figure, folder: Path) -> list[Path]:
     paths = []
     for y, x in product(_others(figure, "y"), _others(figure, "x")):
         name = "-".join([figure.name, *(_slug(column) for column in (y, x) if column)])
-        with matplotlib.rc_context(SETTINGS):
-            canvas = _drawn(figure, {x, y})
-            for kind, metadata in METADATA.items():
-                path = folder / f"{name}.{kind}"
-                _save(canvas, path, kind, metadata)
-                paths.append(path)
+        files = [folder / f"{name}.png", folder / f"{name}.svg"]
+        draw_once(figure, files, {x, y})
+        paths += files
     return paths
 
 
-def _save(canvas: Canvas, path: Path, kind: str, metadata: dict[str, Any]) -> None:
-    def save(file: Any) -> None:
-        canvas.savefig(file, format=kind, dpi=200, metadata=metadata, facecolor="white")
-
-    write_atomically(path, save)
+def draw_once(figure: Figure, paths: Sequence[Path], chosen: Collection[str] = ()) -> None:
+    """Draws a figure with the axes of the chosen columns, else with the first ones; files end in their format."""
+    with matplotlib.rc_context(SETTINGS):
+        canvas = _drawn(figure, chosen)
+        for path in paths:
+            kind = path.suffix[1:]
+            options: dict[str, Any] = {"format": kind, "dpi": 200, "metadata": METADATA[kind], "facecolor": "white"}
+            write_atomically(path, partial(canvas.savefig, **options))
 
 
 def _others(figure: Figure, direction: Literal["x", "y"]) -> list[str]:
@@ -78,7 +82,7 @@ def _slug(column: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", column.lower()).strip("-") or "other"
 
 
-def _drawn(figure: Figure, chosen: set[str]) -> Canvas:
+def _drawn(figure: Figure, chosen: Collection[str]) -> Canvas:
     columns = columns_of(len(figure.panels))
     rows = math.ceil(len(figure.panels) / columns)
     width, height = {1: (5.6, 3.4), 2: (3.9, 3.1)}.get(columns, (3.0, 2.75))
@@ -95,10 +99,11 @@ def _drawn(figure: Figure, chosen: set[str]) -> Canvas:
         axes.set_visible(False)
     canvas.suptitle(_text(figure.title), fontsize=11.5, color=INK, fontweight="bold")
     if styles:
+        fitting = int(LETTERS_PER_INCH * width * columns / (8 + max(map(len, styles))))
         canvas.legend(
             handles=[_legend_line(group, line) for group, line in styles.items()],
             loc="outside lower center",
-            ncols=min(len(styles), 2 * columns if columns > 1 else 4),
+            ncols=max(1, min(len(styles), 2 * columns if columns > 1 else 4, fitting)),
             frameon=False,
             fontsize=8.5,
             labelcolor=INK,
@@ -146,8 +151,7 @@ def _draw_curve(axes: Axes, curve: Curve, x: Axis, y: Axis, line: CurveStyle) ->
     if faint:
         properties |= {"linewidth": 0.6, "alpha": 0.5}
     axes.plot(
-        _numbers(curve.series.columns[x.column]),
-        _numbers(curve.series.columns[y.column]),
+        *(np.array(curve.series.columns[axis.column], dtype=float) for axis in (x, y)),  # None is a gap
         markersize=6 if style == "markers" else 3,
         zorder=4 if line.points_only else 2 if faint else 3,
         **properties,
@@ -191,10 +195,6 @@ def _scale(axis: Any, log: bool) -> None:
 def _legend_line(group: str, line: CurveStyle) -> Line2D:
     properties = _line_properties(line, with_line=not line.points_only, with_markers=line.points_only)
     return Line2D([], [], label=_text(group), markersize=6, **properties)
-
-
-def _numbers(values: list[float | None]) -> np.ndarray:
-    return np.array([math.nan if value is None else value for value in values])
 
 
 def _text(text: str) -> str:

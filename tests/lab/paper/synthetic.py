@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from consequent_lab.paper.archive import KeptRun
+from consequent_lab.kept_runs import TrainedRun
 from consequent_lab.paper.kept_contestants import KeptContestant
 from consequent_lab.paper.rates import Chosen, Searched
 from consequent_lab.paper.recipes import Contestant
@@ -16,9 +16,8 @@ def kept(lines, variant="c-sgd", seed=0, outcome="finished", config=None, recipe
     full = [{"iteration": place, "epoch": place / 10, "seconds": place / 100, **line} for place, line in lines]
     config = replace(config or TrainConfig(), seed=seed)
     last = lines[-1][0]
-    return KeptRun(
-        recipe, variant, seed, config, [START], {"outcome": outcome, "iteration": last, "seconds": last / 100}, full
-    )
+    ended = {"outcome": outcome, "iteration": last, "seconds": last / 100}
+    return TrainedRun(recipe, variant, seed, ended, full, config, [START])
 
 
 def metric_lines(every, **metrics):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from consequent_lab import cli
-from consequent_lab.paper.archive import Archive, compact_path, read_compact, thinned, write_compact
+from consequent_lab.paper.archive import Archive, read_compact, thinned, write_compact
 from consequent_lab.progress import Watcher
 from consequent_lab.runs import DamagedFileError, RunFolder
 from consequent_lab.train_config import TrainConfig
@@ -27,7 +27,7 @@ def runs(tmp_path_factory):
 def test_a_folder_and_its_compact_file_are_the_same_run(runs, tmp_path):
     run = Archive(runs).run(*KEY)
     path = write_compact([run], tmp_path)
-    assert path == compact_path(tmp_path, KEY[0])
+    assert path == tmp_path / f"{KEY[0]}.jsonl"
     assert Archive(tmp_path).run(*KEY) == run
     assert run.config == CONFIG
     assert len(run.lines) == 19

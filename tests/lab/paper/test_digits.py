@@ -6,8 +6,7 @@ import pytest
 from synthetic import contestant, kept, metric_lines, verdict
 
 from consequent_lab.paper import inside
-from consequent_lab.paper.digits import statements
-from consequent_lab.paper.digits_recipe import DAMPING, DAMPINGS, MOMENTA, damped, race, with_momentum
+from consequent_lab.paper.digits import DAMPING, DAMPINGS, MOMENTA, damped, race, statements, with_momentum
 
 LOSSES = [1.0, 0.5, 0.2]
 

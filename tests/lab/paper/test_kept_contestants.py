@@ -6,7 +6,7 @@ import pytest
 from synthetic import contestant, kept, metric_lines
 
 from consequent_lab.paper.kept_contestants import race_kept, seconds_of
-from consequent_lab.paper.mlp_recipe import race
+from consequent_lab.paper.mlp import race
 from consequent_lab.paper.race_finding import circumstances, search_figure, seconds_note
 from consequent_lab.paper.rates import Chosen, Searched
 

@@ -6,8 +6,7 @@ import pytest
 from synthetic import contestant, kept, metric_lines
 from synthetic import verdict as verdict_among
 
-from consequent_lab.paper.mlp import statements
-from consequent_lab.paper.mlp_recipe import race
+from consequent_lab.paper.mlp import race, statements
 
 DATASETS = ("cifar10", "cifar100", "fashion-mnist")
 NORMALISATIONS = ("unit", "features")

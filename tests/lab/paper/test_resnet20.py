@@ -6,8 +6,7 @@ import pytest
 from synthetic import contestant, kept, metric_lines
 from synthetic import verdict as verdict_among
 
-from consequent_lab.paper.resnet20 import headlines_table
-from consequent_lab.paper.resnet20_recipe import LABELS, race
+from consequent_lab.paper.resnet20 import LABELS, headlines_table, race
 from consequent_lab.paper.resnet20_statements import statements
 from consequent_lab.train_config import TrainConfig
 

@@ -4,7 +4,7 @@ import pytest
 
 from consequent_lab.paper import mlp
 from consequent_lab.paper.experiments import experiments
-from consequent_lab.paper.resnet20_recipe import LABELS
+from consequent_lab.paper.resnet20 import LABELS
 from consequent_lab.paper.resnet20_statements import RULES, Judge
 from consequent_lab.paper.statements import NOT_MEASURED, NOT_RUN, NOT_TIMED, Outcome, judged, statement_rows
 

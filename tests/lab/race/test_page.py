@@ -14,7 +14,6 @@ from consequent_lab.race.contestants import CONTESTANTS
 from consequent_lab.race.curves import unpacked
 from consequent_lab.race.measures import Best
 from consequent_lab.race.results import Results
-from consequent_lab.race.states import state_of, states_in
 from consequent_lab.race.table import markdown_table, spread_of
 from consequent_lab.race.tasks import TASKS
 from consequent_lab.race_command import Race
@@ -23,7 +22,10 @@ ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "race.md").read_text()
 TEXT = " ".join(PAGE.split())
 RACE = Race(output=ROOT / "results" / "race")
-STATES = states_in(RACE.output, RACE.trials, RACE.seeds)
+STATES = [
+    (results, results.state(RACE.trials, RACE.seeds))
+    for results in (Results.of(task, RACE.output) for task in TASKS.values())
+]
 PERCEPTRONS = {batch: Results.of(TASKS[f"mlp-cifar10-b{batch}"], RACE.output) for batch in (32, 128, 512)}
 MLP, CHINA = PERCEPTRONS[32], Results.of(TASKS["siren-128-china"], RACE.output)
 C_VERSIONS = ("C-SGD", "C-Adam", "C-Nesterov")
@@ -104,15 +106,15 @@ def test_the_command_prints_the_tables_of_the_page(capsys):
 
 def test_a_state_says_what_is_missing(tmp_path):
     results = Results(TASKS["table-wine"], tmp_path)
-    assert state_of(results, 12, 5) == "not begun"
+    assert results.state(12, 5) == "not begun"
     trials = [{"kind": "trial", "contestant": "AdamW", "number": number} for number in range(2)]
     results.lines += trials
-    assert "begun: AdamW; not begun: C-Nesterov" in state_of(results, 2, 1)
+    assert "begun: AdamW; not begun: C-Nesterov" in results.state(2, 1)
     results.lines += [{"kind": "final", "contestant": "AdamW", "seed": 0}]
-    assert state_of(results, 2, 1).startswith("partly; done: AdamW; not begun: C-Nesterov")
+    assert results.state(2, 1).startswith("partly; done: AdamW; not begun: C-Nesterov")
     for name in results.task.contestants:
         results.lines += [{**line, "contestant": name} for line in results.lines[:3]]
-    assert state_of(results, 2, 1) == "done"
+    assert results.state(2, 1) == "done"
 
 
 def test_settings_at_the_end_of_a_range_have_a_star():

@@ -31,7 +31,7 @@ def test_training_is_what_one_would_write_by_hand():
     run = Run(MLP, CONTESTANTS["SGD"], starts("SGD"), data, 3, 8, False)
     for step in range(8):
         rate = starts("SGD")["lr"] * cosine(0 if step < 4 else 4, 8)
-        inputs, labels = data.train.take(run.learner.batch(step))
+        inputs, labels = data.train.take(run.batch(step))
         loss = nn.functional.cross_entropy(model(inputs), labels)
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
@@ -44,7 +44,7 @@ def test_training_is_what_one_would_write_by_hand():
 
 def test_an_epoch_has_every_sample_once_and_another_order_than_the_next():
     run = Run(MLP, CONTESTANTS["SGD"], starts("SGD"), MLP.load(None, 0), 0, 8, False)
-    first, second = (torch.cat([run.learner.batch(step) for step in steps]) for steps in (range(4), range(4, 8)))
+    first, second = (torch.cat([run.batch(step) for step in steps]) for steps in (range(4), range(4, 8)))
     assert first.sort().values.tolist() == second.sort().values.tolist() == list(range(64))
     assert not torch.equal(first, second)
 
@@ -127,8 +127,7 @@ def test_muon_has_the_hidden_layers_and_adamw_the_others():
 @pytest.mark.parametrize("name", ["C-Muon", "Newton-Muon"])
 def test_muon_and_adamw_are_corrected_jointly(name):
     data = MLP.load(None, 0)
-    run = Run(MLP, CONTESTANTS[name], starts(name), data, 0, 8, False)
-    learner = run.learner
+    learner = Run(MLP, CONTESTANTS[name], starts(name), data, 0, 8, False)
     batch, correction = learner.batch(0), learner.optimizers.correction
     given = {}
     learner.optimizers.parts[1].register_step_pre_hook(
