@@ -122,6 +122,15 @@ def test_a_layer_that_is_too_wide_for_an_average_has_none(monkeypatch):
     loss_of(model(batches()[0])).backward()
     optimizer.step()
     assert set(correction.state_dict()["averages"]) == {"0", "4"}
+    wide, *others = [line for line in str(correction).splitlines() if "solved on the" in line][::-1][1:]
+    assert wide.endswith("; not averaged")
+    assert not any("not averaged" in line for line in others)
+    assert "not averaged: solved for batch by batch" in str(correction)
+
+
+def test_before_its_first_step_no_layer_is_said_to_have_no_average():
+    optimizer = consequent.CSGD(wide_network(), lr=0.05, averaging=0.9)
+    assert "not averaged" not in str(optimizer.correction)
 
 
 def test_micro_batches_are_one_step():

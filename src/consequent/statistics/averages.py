@@ -130,6 +130,10 @@ class Averages:
         """Otherwise each step's own moments are exact."""
         return self.averaging > 0 or self.refresh > 1
 
+    def is_averaged(self, weight: Tensor) -> bool:
+        """Whether there is an average of its inputs."""
+        return weight in self._of
+
     def is_idle(self, use: Use) -> bool:
         """Whether a use's inputs need not be looked at in this step."""
         average = self._of.get(use.weight) if self._of else None
@@ -196,8 +200,8 @@ class Averages:
     def _updated(self, average: Average | None, moment: Moment) -> Average | None:
         """With the moment of a step; None where that holds NaN or inf.
 
-        On a device that is not waited for, such a moment changes nothing; a first one is kept until the next refresh: no
-        step is taken then.
+        On a device that is not waited for, such a moment changes nothing; a first one is kept until the next refresh,
+        and no step is taken then.
         """
         new = moment.matrix / moment.rows
         is_finite = _is_finite(new)

@@ -56,14 +56,18 @@ def test_inputs_overwritten_before_a_step_that_averages_their_moment_are_refused
         optimizer.step()
 
 
+def two_micro_batches_in_one_buffer(optimizer, model):
+    inputs = torch.randn(5, 12)
+    model(inputs).square().mean().backward()
+    inputs.resize_(9, 12).copy_(torch.randn(9, 12))
+    model(inputs).square().mean().backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("options", [{}, {"largest_block": 5}, {"averaging": 0.5}], ids=str)
 def test_micro_batches_in_one_buffer_are_refused_also_where_they_become_many_rows(options):
     """The first one's inputs are kept, being few, until the second one's come."""
     model = network()
     optimizer = consequent.CSGD(model, lr=0.1, damping=0.1, **options)
-    inputs = torch.randn(5, 12)
-    model(inputs).square().mean().backward()
-    inputs = inputs.resize_(9, 12).copy_(torch.randn(9, 12))
     with pytest.raises(RuntimeError, match="give each micro-batch one of its own"):
-        model(inputs).square().mean().backward()
-        optimizer.step()
+        two_micro_batches_in_one_buffer(optimizer, model)
