@@ -71,3 +71,18 @@ def test_micro_batches_in_one_buffer_are_refused_also_where_they_become_many_row
     optimizer = consequent.CSGD(model, lr=0.1, damping=0.1, **options)
     with pytest.raises(RuntimeError, match="give each micro-batch one of its own"):
         two_micro_batches_in_one_buffer(optimizer, model)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_nan_in_a_gradient_that_backpropagation_left_zero_is_not_lost(layer):
+    """All samples are masked: no multiple of zero is NaN, and the step is not taken."""
+    model = nn.Sequential(nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    correction = consequent.attach(optimizer, model)
+    before = [p.detach().clone() for p in model.parameters()]
+    (0 * model(torch.randn(5, 12)).square().sum(1).mean()).backward()
+    model[layer].weight.grad[0, 0] = torch.nan
+    with pytest.warns(consequent.ConsequentWarning, match="NaN or inf"):
+        optimizer.step()
+    assert correction.counters.skipped == 1
+    torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
