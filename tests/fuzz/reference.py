@@ -179,13 +179,24 @@ def input_matrices(layer, x):
 class Reference:
     """One side of a run: what every action should do to the gradients."""
 
-    def __init__(self, net, mode, damping, loss_reduction, averaging=(0.0, 1)):
-        """The damping is λ, or a pair ("relative", ρ); the averaging is β and T."""
+    def __init__(self, net, mode, damping, loss_reduction, averaging=(0.0, 1), own_dampings=None, widest=8192):
+        """One side.
+
+        Args:
+            net: whose model is trained.
+            mode: "step" or "backward".
+            damping: λ, or a pair ("relative", ρ).
+            loss_reduction: as ``attach`` takes it.
+            averaging: β and T.
+            own_dampings: those of parameters, by name, that have another one.
+            widest: how many columns the average of a layer with fewer rows may have.
+        """
         self.rounded = 1e-4 if next(net.model.parameters()).dtype == torch.float64 else 1e-2
         self.model = copy.deepcopy(net.model).double()
         self.dtype = torch.float64
         self.mode, self.damping, self.loss_reduction = mode, damping, loss_reduction
-        self.averaging, self.averages = averaging, {}
+        self.averaging, self.averages, self.widest = averaging, {}, widest
+        self.own_dampings = own_dampings or {}
         self.watch = Watch(self.model, net.is_unbatched, net.is_time_first)
         for module in self.model.modules():
             module.__class__ = watched_class(type(module), self.watch)
@@ -266,6 +277,12 @@ class Reference:
 
     def step(self, closure, inside):
         closure()
+
+    def spoil(self):
+        """What is expected of such a step is not asked for."""
+
+    def reload(self):
+        """The mathematics are the same without."""
 
     def ask_for_gradients(self, loss, of):
         """``torch.autograd.grad`` leaves ``.grad`` alone."""
@@ -387,7 +404,7 @@ class Reference:
                 moment, rows = X.T @ X, len(X)
                 if average is not None:
                     moment, rows = len(X) * average.moment_for(biases, group), max(round(average.rows), 1)
-                level = self.level(moment, rows)
+                level = self.level(moment, rows, names)
                 S = moment + level * torch.eye(len(moment), dtype=X.dtype)
                 G = self.matrix(weight, biases, group, len(dZ.T), plain) if edited else dZ.T @ X
                 explained.append(G)
@@ -445,7 +462,7 @@ class Reference:
                 sums = [plain[trained[p]][rows] for p, rows in biases]
                 G = torch.cat([*matrices, *([torch.stack(sums).mean(0)[:, None]] if sums else [])], dim=1)
             moment = X.T @ X
-            level = self.level(moment, len(X))
+            level = self.level(moment, len(X), list(trained.values()))
             S = moment + level * torch.eye(len(moment), dtype=X.dtype)
             outside = torch.zeros_like(G)
             if edited and len(X) < len(S):  # what the rows do not explain is shortened
@@ -470,18 +487,19 @@ class Reference:
             piece.size += abs(divisor) * float(dZ.norm()) / (2 * level**0.5)
         self.put_together(piece, plain, explained, solved, terms, result)
 
-    def level(self, moment, rows):
-        """λ for the second moment of so many rows."""
-        if not isinstance(self.damping, tuple):
-            return self.damping
+    def level(self, moment, rows, names):
+        """λ for the second moment of so many rows, in the group of the first of these parameters."""
+        damping = self.own_dampings.get(names[0], self.damping)
+        if not isinstance(damping, tuple):
+            return damping
         trace = float(moment.trace())
-        return self.damping[1] * trace / min(rows, len(moment)) if trace > 0 else 1.0
+        return damping[1] * trace / min(rows, len(moment)) if trace > 0 else 1.0
 
     def updated_average(self, weight, biases, uses):
         """What stands for the inputs of a step, if something does: ``S ← β S + (1 − β) XXᵀ / N`` at every T-th step.
 
-        It begins with the first step (with β = 0: one with no fewer rows than columns), and anew where what is trained
-        has changed.
+        It begins with the first step (with β = 0 or very many columns: one with no fewer rows than columns), and anew
+        where what is trained has changed.
 
         Args:
             weight: whose.
@@ -497,7 +515,8 @@ class Reference:
         if average is not None and (average.has_weight, average.biases) != (weight in self.names, columns):
             average = None
         rows = sum(len(call.X[0]) for call, _ in uses)
-        if average is None and beta == 0 and rows < len(self.design(uses[0][0], 0, biases).T):
+        width = len(self.design(uses[0][0], 0, biases).T)
+        if average is None and rows < width and (beta == 0 or width > self.widest):
             return None
         if average is None or average.age == period:
             groups = range(getattr(uses[0][0].layer, "groups", 1))
