@@ -12,7 +12,7 @@ from reference import damping_options
 
 import consequent
 from fuzz.loops import REDUCTIONS, Edit, Freeze, describe, freeze_for_a_while, has, is_edited, make_loop
-from fuzz.nets import make_net, sees_the_sample
+from fuzz.nets import make_net, sees_the_sample, solved_together
 from fuzz.reference import Reference
 
 LR = 0.01
@@ -157,9 +157,7 @@ class Case:
             self.second = set(rng.sample(names, rng.randrange(1, len(names) + 1)))
         self.own_dampings = {}
         if rng.random() < GROUPED and not has(self.actions, Edit):  # for the same reason
-            own = rng.choice([0.3, ("relative", 0.3)])
-            names = [name for name, _ in self.net.model.named_parameters()]
-            self.own_dampings = dict.fromkeys(rng.sample(names, rng.randrange(1, len(names) + 1)), own)
+            self.own_dampings = own_dampings(rng, self.net.model)
         self.widest = rng.choice([8192, 8192, 8192, 6])  # columns of an average of few rows
         for step in self.actions:
             step.spoilt = mode == "step" and not has(self.actions, Freeze) and rng.random() < SPOILT
@@ -183,6 +181,17 @@ class Case:
             f"in a second optimiser: {sorted(self.second)}, with another damping: {self.own_dampings}\n"
             f"{self.net}\nactions:\n{describe(self.actions)}"
         )
+
+
+def own_dampings(rng, model):
+    """One for some of the parameters, by name; biases of layers with one weight have the same, if any."""
+    others = {}
+    for weight, *its in solved_together(model):
+        others.setdefault(weight, set()).update(its)
+    names = {p: name for name, p in model.named_parameters()}
+    damping = rng.choice([0.3, ("relative", 0.3)])
+    parts = [part for weight, its in others.items() for part in ({weight}, its)]
+    return {names[p]: damping for part in parts if rng.random() < 0.5 for p in part}
 
 
 def run(seed, mode):

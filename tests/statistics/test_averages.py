@@ -477,3 +477,25 @@ def test_averages_go_on_in_another_type(saved):
             optimizer.step()
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_pass_that_is_given_up_by_zeroing_data_does_not_count_between_refreshes(bias):
+    """``grad.data.zero_()`` leaves no trace on the gradient."""
+    found = []
+    for given_up in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 3, bias=bias).double()
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        correction = consequent.attach(optimizer, layer, damping=0.3, refresh=4)
+        for x in batches()[:4]:
+            optimizer.zero_grad()
+            if given_up:
+                loss_of(layer(x * 2)).backward()
+                for parameter in layer.parameters():
+                    parameter.grad.data.zero_()
+            loss_of(layer(x)).backward()
+            optimizer.step()
+            assert correction.samples == len(x)
+        found.append([*layer.parameters()])
+    torch.testing.assert_close(*found)

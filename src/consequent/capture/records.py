@@ -23,6 +23,8 @@ from consequent.statistics.rows import Rows
 from consequent.statistics.statistic import Statistic
 from consequent.statistics.tables import Bags, Counts
 
+_WITHOUT_ROWS = (Moment, Blocks, Idle)  # of which the inputs are gone
+
 
 @dataclass(eq=False)
 class Record:
@@ -228,7 +230,7 @@ class Record:
             )
             for use in self.uses
             if use.inputs is not None and use.output_grad is not None
-        ) or (isinstance(self.statistic, Moment | Blocks) and not self.was_left_zero)
+        ) or (isinstance(self.statistic, _WITHOUT_ROWS) and not self.was_left_zero)
 
     @property
     def _may_be_looked_at(self) -> bool:
@@ -263,12 +265,12 @@ class Record:
                     "call optimizer.zero_grad() or optimizer.step() before changing it"
                 )
             idle = isinstance(statistic, Idle)
+        use.take(None if idle else inputs, output_grad)
+        if idle or use.operation.is_diagonal or isinstance(statistic, Moment | Blocks):
+            self._look_at(use)
         if idle:
             self.statistic = Idle.of(use) if statistic is None else statistic.add(use)
             return
-        use.take(inputs, output_grad)
-        if use.operation.is_diagonal or (statistic is not None and isinstance(statistic, Moment | Blocks)):
-            self._look_at(use)
         self.statistic = _of_one(use) if statistic is None else statistic.add(use)
 
     def reduce(self, *, keep_rows: bool, cuts: Cuts = ()) -> None:
@@ -285,7 +287,7 @@ class Record:
         self.accumulated = [(parameter, GradMark(parameter.grad)) for parameter in self.members]
         if self.beside:
             self.beside.note(self.grads)
-        if isinstance(self.statistic, Moment | Blocks) and not self.biases and self._may_be_looked_at:
+        if isinstance(self.statistic, _WITHOUT_ROWS) and not self.biases and self._may_be_looked_at:
             self.was_left_zero = not any(is_nonzero(grad[:1]) or is_nonzero(grad) for grad in self.grads)
 
     def mark_corrected(self, parameters: Iterable[Tensor]) -> None:
