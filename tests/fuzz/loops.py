@@ -21,7 +21,7 @@ REDUCTIONS = {"mean": "mean", "sum": "sum", "2.5": 2.5, "2n + 3": lambda samples
 class Zero:
     """Empty the gradients."""
 
-    how: str  # "none", "zeros", "model", "by hand"
+    how: str  # "none", "zeros", "data" (zeros that leave no trace), "model", "by hand"
 
     def do(self, side, net):
         side.zero(self.how)

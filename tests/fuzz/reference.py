@@ -223,7 +223,7 @@ class Reference:
             call.output_grads = None
 
     def zero(self, how):
-        zeros = {name: torch.zeros_like(grad) for name, grad in self.grads.items() if how == "zeros"}
+        zeros = {name: torch.zeros_like(grad) for name, grad in self.grads.items() if how in ("zeros", "data")}
         self.forget()
         self.grads = zeros  # which may be edited
 

@@ -11,7 +11,7 @@ import torch
 from reference import damping_options
 
 import consequent
-from fuzz.loops import REDUCTIONS, Edit, Freeze, describe, freeze_for_a_while, has, is_edited, make_loop
+from fuzz.loops import REDUCTIONS, Edit, Freeze, Pass, Zero, describe, freeze_for_a_while, has, is_edited, make_loop
 from fuzz.nets import make_net, sees_the_sample, solved_together
 from fuzz.reference import Reference
 
@@ -20,6 +20,7 @@ AVERAGED = 0.4  # how often moments are averaged over steps
 FROZEN = 0.2  # how often something is frozen for a while
 SPLIT = 0.25  # how often the parameters lie in two optimisers
 GROUPED = 0.2  # how often they lie in two groups with dampings of their own
+BY_DATA = 0.5  # how often zeros are written by way of .data
 SPOILT, RELOADED = 0.1, 0.1  # how often a step is not taken, and how often the correction is saved before it
 SAYS_EDITED = re.compile("inputs explain|edited")
 
@@ -66,6 +67,10 @@ class Library:
         if how == "by hand":
             for p in self.model.parameters():
                 p.grad = None
+        elif how == "data":
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    p.grad.data.zero_()
         elif how == "model":
             self.model.zero_grad()
         else:
@@ -160,8 +165,14 @@ class Case:
             self.own_dampings = own_dampings(rng, self.net.model)
         self.widest = rng.choice([8192, 8192, 8192, 6])  # columns of an average of few rows
         for step in self.actions:
-            step.spoilt = mode == "step" and not has(self.actions, Freeze) and rng.random() < SPOILT
             step.reloaded = rng.random() < RELOADED
+            passes = [action for action in step.body if isinstance(action, Pass)]
+            if any(action.mask != "none" or action.only for action in passes):
+                continue  # gradients may be zero by themselves, which is what zeroed ones look like
+            step.spoilt = mode == "step" and not has(self.actions, Freeze) and rng.random() < SPOILT
+            for action in step.body:
+                if isinstance(action, Zero) and action.how == "zeros" and rng.random() < BY_DATA:
+                    action.how = "data"
 
     @property
     def loss_reduction(self):
