@@ -310,10 +310,15 @@ class Reference:
 
     def forget_zeros(self):
         """Zeros that were written are taken for ``zero_grad(set_to_none=False)``: what made them no longer counts."""
+        together = {}
         for call in self.watch.calls if self.is_written_to else ():
-            names = [self.names[p] for p in call.parameters if p in self.names]
+            if call.output_grads is not None:
+                together.setdefault(call.key, []).append(call)
+        for calls in together.values():
+            names = {self.names[p] for call in calls for p in call.parameters if p in self.names}
             if not any(self.grads[name].any() for name in names if name in self.grads):
-                call.output_grads = None
+                for call in calls:
+                    call.output_grads = None
         self.is_written_to = False
 
     def load(self, state):
