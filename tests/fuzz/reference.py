@@ -282,7 +282,12 @@ class Reference:
         """What is expected of such a step is not asked for."""
 
     def reload(self):
-        """The mathematics are the same without."""
+        """Averages of what is not trained as it was then are not saved."""
+        self.averages = {
+            weight: average
+            for weight, average in self.averages.items()
+            if (average.has_weight, average.biases) == (weight in self.names, self.trained_biases(weight))
+        }
 
     def ask_for_gradients(self, loss, of):
         """``torch.autograd.grad`` leaves ``.grad`` alone."""
@@ -514,8 +519,7 @@ class Reference:
         beta, period = self.averaging
         if self.mode == "backward" or (beta == 0 and period == 1):
             return None
-        layers = [layer for layer in self.model.modules() if isinstance(layer, LAYERS) and layer.weight is weight]
-        columns = list(dict.fromkeys(layer.bias for layer in layers if layer.bias in self.names))
+        columns = self.trained_biases(weight)
         average = self.averages.pop(weight, None)
         if average is not None and (average.has_weight, average.biases) != (weight in self.names, columns):
             average = None
@@ -534,6 +538,11 @@ class Reference:
         average.age += 1
         self.averages[weight] = average
         return average
+
+    def trained_biases(self, weight):
+        """Of all layers with this weight."""
+        layers = [layer for layer in self.model.modules() if isinstance(layer, LAYERS) and layer.weight is weight]
+        return list(dict.fromkeys(layer.bias for layer in layers if layer.bias in self.names))
 
     def is_shortened(self, weight, biases, uses, plain):
         """Whether an edited gradient is no multiple of ``ΔZᵀX``, and solved for by samples."""
