@@ -69,8 +69,8 @@ class Library:
                 p.grad = None
         elif how == "data":
             for p in self.model.parameters():
-                if p.grad is not None:
-                    p.grad.data.zero_()
+                if p.grad is not None:  # of zeros that become zeros without a trace, nobody could tell
+                    (p.grad.data if p.grad.any() else p.grad).zero_()
         elif how == "model":
             self.model.zero_grad()
         else:
