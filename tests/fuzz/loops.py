@@ -21,7 +21,7 @@ REDUCTIONS = {"mean": "mean", "sum": "sum", "2.5": 2.5, "2n + 3": lambda samples
 class Zero:
     """Empty the gradients."""
 
-    how: str  # "none", "zeros", "model", "by hand"
+    how: str  # "none", "zeros", "data" (zeros that leave no trace), "model", "by hand"
 
     def do(self, side, net):
         side.zero(self.how)
@@ -157,12 +157,18 @@ class Step:
 
     body: tuple
     closure: bool
+    spoilt: bool = False  # NaN gets into a gradient before it, so that it is not taken
+    reloaded: bool = False  # before all of it the correction is saved, and another one goes on from that
 
     def do(self, side, net):
         def closure():
             for action in self.body:
                 action.do(side, net)
+            if self.spoilt:
+                side.spoil()
 
+        if self.reloaded:
+            side.reload()
         side.step(closure, self.closure)
 
 
@@ -317,7 +323,7 @@ def names_of_a_layer(rng, model):
 def describe(actions):
     lines = []
     for action in actions:
-        lines.append(f"  Step, closure={action.closure}:")
+        lines.append(f"  Step, closure={action.closure}, spoilt={action.spoilt}, reloaded={action.reloaded}:")
         lines += [f"    {shown(inner)}" for inner in action.body]
     return "\n".join(lines)
 

@@ -179,13 +179,24 @@ def input_matrices(layer, x):
 class Reference:
     """One side of a run: what every action should do to the gradients."""
 
-    def __init__(self, net, mode, damping, loss_reduction, averaging=(0.0, 1)):
-        """The damping is λ, or a pair ("relative", ρ); the averaging is β and T."""
+    def __init__(self, net, mode, damping, loss_reduction, averaging=(0.0, 1), own_dampings=None, widest=8192):
+        """One side.
+
+        Args:
+            net: whose model is trained.
+            mode: "step" or "backward".
+            damping: λ, or a pair ("relative", ρ).
+            loss_reduction: as ``attach`` takes it.
+            averaging: β and T.
+            own_dampings: those of parameters, by name, that have another one.
+            widest: how many columns the average of a layer with fewer rows may have.
+        """
         self.rounded = 1e-4 if next(net.model.parameters()).dtype == torch.float64 else 1e-2
         self.model = copy.deepcopy(net.model).double()
         self.dtype = torch.float64
         self.mode, self.damping, self.loss_reduction = mode, damping, loss_reduction
-        self.averaging, self.averages = averaging, {}
+        self.averaging, self.averages, self.widest = averaging, {}, widest
+        self.own_dampings = own_dampings or {}
         self.watch = Watch(self.model, net.is_unbatched, net.is_time_first)
         for module in self.model.modules():
             module.__class__ = watched_class(type(module), self.watch)
@@ -212,7 +223,7 @@ class Reference:
             call.output_grads = None
 
     def zero(self, how):
-        zeros = {name: torch.zeros_like(grad) for name, grad in self.grads.items() if how == "zeros"}
+        zeros = {name: torch.zeros_like(grad) for name, grad in self.grads.items() if how in ("zeros", "data")}
         self.forget()
         self.grads = zeros  # which may be edited
 
@@ -267,6 +278,17 @@ class Reference:
     def step(self, closure, inside):
         closure()
 
+    def spoil(self):
+        """What is expected of such a step is not asked for."""
+
+    def reload(self):
+        """Averages of what is not trained as it was then are not saved."""
+        self.averages = {
+            weight: average
+            for weight, average in self.averages.items()
+            if (average.has_weight, average.biases) == (weight in self.names, self.trained_biases(weight))
+        }
+
     def ask_for_gradients(self, loss, of):
         """``torch.autograd.grad`` leaves ``.grad`` alone."""
 
@@ -293,10 +315,15 @@ class Reference:
 
     def forget_zeros(self):
         """Zeros that were written are taken for ``zero_grad(set_to_none=False)``: what made them no longer counts."""
+        together = {}
         for call in self.watch.calls if self.is_written_to else ():
-            names = [self.names[p] for p in call.parameters if p in self.names]
+            if call.output_grads is not None:
+                together.setdefault(call.key, []).append(call)
+        for calls in together.values():
+            names = {self.names[p] for call in calls for p in call.parameters if p in self.names}
             if not any(self.grads[name].any() for name in names if name in self.grads):
-                call.output_grads = None
+                for call in calls:
+                    call.output_grads = None
         self.is_written_to = False
 
     def load(self, state):
@@ -387,7 +414,7 @@ class Reference:
                 moment, rows = X.T @ X, len(X)
                 if average is not None:
                     moment, rows = len(X) * average.moment_for(biases, group), max(round(average.rows), 1)
-                level = self.level(moment, rows)
+                level = self.level(moment, rows, names)
                 S = moment + level * torch.eye(len(moment), dtype=X.dtype)
                 G = self.matrix(weight, biases, group, len(dZ.T), plain) if edited else dZ.T @ X
                 explained.append(G)
@@ -445,7 +472,7 @@ class Reference:
                 sums = [plain[trained[p]][rows] for p, rows in biases]
                 G = torch.cat([*matrices, *([torch.stack(sums).mean(0)[:, None]] if sums else [])], dim=1)
             moment = X.T @ X
-            level = self.level(moment, len(X))
+            level = self.level(moment, len(X), list(trained.values()))
             S = moment + level * torch.eye(len(moment), dtype=X.dtype)
             outside = torch.zeros_like(G)
             if edited and len(X) < len(S):  # what the rows do not explain is shortened
@@ -470,18 +497,19 @@ class Reference:
             piece.size += abs(divisor) * float(dZ.norm()) / (2 * level**0.5)
         self.put_together(piece, plain, explained, solved, terms, result)
 
-    def level(self, moment, rows):
-        """λ for the second moment of so many rows."""
-        if not isinstance(self.damping, tuple):
-            return self.damping
+    def level(self, moment, rows, names):
+        """λ for the second moment of so many rows, in the group of the first of these parameters."""
+        damping = self.own_dampings.get(names[0], self.damping)
+        if not isinstance(damping, tuple):
+            return damping
         trace = float(moment.trace())
-        return self.damping[1] * trace / min(rows, len(moment)) if trace > 0 else 1.0
+        return damping[1] * trace / min(rows, len(moment)) if trace > 0 else 1.0
 
     def updated_average(self, weight, biases, uses):
         """What stands for the inputs of a step, if something does: ``S ← β S + (1 − β) XXᵀ / N`` at every T-th step.
 
-        It begins with the first step (with β = 0: one with no fewer rows than columns), and anew where what is trained
-        has changed.
+        It begins with the first step (with β = 0 or very many columns: one with no fewer rows than columns), and anew
+        where what is trained has changed.
 
         Args:
             weight: whose.
@@ -491,13 +519,13 @@ class Reference:
         beta, period = self.averaging
         if self.mode == "backward" or (beta == 0 and period == 1):
             return None
-        layers = [layer for layer in self.model.modules() if isinstance(layer, LAYERS) and layer.weight is weight]
-        columns = list(dict.fromkeys(layer.bias for layer in layers if layer.bias in self.names))
+        columns = self.trained_biases(weight)
         average = self.averages.pop(weight, None)
         if average is not None and (average.has_weight, average.biases) != (weight in self.names, columns):
             average = None
         rows = sum(len(call.X[0]) for call, _ in uses)
-        if average is None and beta == 0 and rows < len(self.design(uses[0][0], 0, biases).T):
+        width = len(self.design(uses[0][0], 0, biases).T)
+        if average is None and rows < width and (beta == 0 or width > self.widest):
             return None
         if average is None or average.age == period:
             groups = range(getattr(uses[0][0].layer, "groups", 1))
@@ -510,6 +538,11 @@ class Reference:
         average.age += 1
         self.averages[weight] = average
         return average
+
+    def trained_biases(self, weight):
+        """Of all layers with this weight."""
+        layers = [layer for layer in self.model.modules() if isinstance(layer, LAYERS) and layer.weight is weight]
+        return list(dict.fromkeys(layer.bias for layer in layers if layer.bias in self.names))
 
     def is_shortened(self, weight, biases, uses, plain):
         """Whether an edited gradient is no multiple of ``ΔZᵀX``, and solved for by samples."""

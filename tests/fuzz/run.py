@@ -1,22 +1,27 @@
 """One run: a random network in a random loop, the library beside the reference."""
 
+import io
 import random
 import re
 import warnings
+from unittest import mock
 
 import exact  # noqa: F401
 import torch
 from reference import damping_options
 
 import consequent
-from fuzz.loops import REDUCTIONS, Edit, describe, freeze_for_a_while, has, is_edited, make_loop
-from fuzz.nets import make_net, sees_the_sample
+from fuzz.loops import REDUCTIONS, Edit, Freeze, Pass, Zero, describe, freeze_for_a_while, has, is_edited, make_loop
+from fuzz.nets import make_net, sees_the_sample, solved_together
 from fuzz.reference import Reference
 
 LR = 0.01
 AVERAGED = 0.4  # how often moments are averaged over steps
 FROZEN = 0.2  # how often something is frozen for a while
 SPLIT = 0.25  # how often the parameters lie in two optimisers
+GROUPED = 0.2  # how often they lie in two groups with dampings of their own
+BY_DATA = 0.5  # how often zeros are written by way of .data
+SPOILT, RELOADED = 0.1, 0.1  # how often a step is not taken, and how often the correction is saved before it
 SAYS_EDITED = re.compile("inputs explain|edited")
 
 
@@ -31,17 +36,30 @@ class IllegalError(Exception):
 class Library:
     """One side of a run: the model that is trained, by optimisers that the library is attached to."""
 
-    def __init__(self, net, dtype, mode, damping, loss_reduction, averaging=(0.0, 1), second=()):
-        """Parameters with the names in ``second`` lie in an optimiser of their own, which steps last."""
+    def __init__(self, net, dtype, mode, damping, loss_reduction, averaging=(0.0, 1), second=(), own_dampings=None):
+        """One side.
+
+        Args:
+            net: whose model is trained.
+            dtype: of the model.
+            mode: "step", "backward", or "plain": nothing is attached.
+            damping: λ, or a pair ("relative", ρ).
+            loss_reduction: as ``attach`` takes it.
+            averaging: β and T.
+            second: names of parameters that lie in an optimiser of their own, which steps last.
+            own_dampings: those of parameters, by name, that lie in a group with another one.
+        """
         self.model, self.dtype, self.mode = net.model.to(dtype), dtype, mode
-        parts = [[], []]
+        parts = [{}, {}]
         for name, p in self.model.named_parameters():
-            parts[name in second].append(p)
-        self.optimizers = [torch.optim.SGD(part, lr=LR) for part in parts if part]
-        options = {"at": mode} if mode == "backward" else {}
+            own = (own_dampings or {}).get(name)
+            parts[name in second].setdefault(own, {"params": [], **(damping_options(own) if own else {})})
+            parts[name in second][own]["params"].append(p)
+        self.optimizers = [torch.optim.SGD(list(part.values()), lr=LR) for part in parts if part]
+        self.options = {"loss_reduction": loss_reduction} | ({"at": mode} if mode == "backward" else {})
         if mode != "plain":
-            options |= damping_options(damping) | dict(zip(("averaging", "refresh"), averaging, strict=True))
-            consequent.attach(self.optimizers, self.model, loss_reduction=loss_reduction, **options)
+            self.options |= damping_options(damping) | dict(zip(("averaging", "refresh"), averaging, strict=True))
+            self.correction = consequent.attach(self.optimizers, self.model, **self.options)
         self.pending = []
         self.joined = None  # filled in by the run: names of the parameters that belong together
 
@@ -49,6 +67,10 @@ class Library:
         if how == "by hand":
             for p in self.model.parameters():
                 p.grad = None
+        elif how == "data":
+            for p in self.model.parameters():
+                if p.grad is not None:  # of zeros that become zeros without a trace, nobody could tell
+                    (p.grad.data if p.grad.any() else p.grad).zero_()
         elif how == "model":
             self.model.zero_grad()
         else:
@@ -85,6 +107,21 @@ class Library:
         for name, p in self.model.named_parameters():
             if p.grad is not None:
                 change(name, p.grad)
+
+    def spoil(self):
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        for grad in grads[len(grads) // 2 :][:1]:
+            grad.view(-1)[0] = torch.nan
+
+    def reload(self):
+        if self.mode == "plain":
+            return
+        file = io.BytesIO()
+        torch.save(self.correction.state_dict(), file)
+        file.seek(0)
+        self.correction.detach()
+        self.correction = consequent.attach(self.optimizers, self.model, **self.options)
+        self.correction.load_state_dict(torch.load(file, weights_only=True))
 
     def step(self, closure, inside):
         first, *others = self.optimizers
@@ -123,6 +160,19 @@ class Case:
         if rng.random() < SPLIT and not has(self.actions, Edit):  # of a single number, an edit would be a factor
             names = [name for name, _ in self.net.model.named_parameters()]
             self.second = set(rng.sample(names, rng.randrange(1, len(names) + 1)))
+        self.own_dampings = {}
+        if rng.random() < GROUPED and not has(self.actions, Edit):  # for the same reason
+            self.own_dampings = own_dampings(rng, self.net.model)
+        self.widest = rng.choice([8192, 8192, 8192, 6])  # columns of an average of few rows
+        for step in self.actions:
+            step.reloaded = rng.random() < RELOADED
+            passes = [action for action in step.body if isinstance(action, Pass)]
+            if any(action.mask != "none" or action.only for action in passes):
+                continue  # gradients may be zero by themselves, which is what zeroed ones look like
+            step.spoilt = mode == "step" and not has(self.actions, Freeze) and rng.random() < SPOILT
+            for action in step.body:
+                if isinstance(action, Zero) and action.how == "zeros" and rng.random() < BY_DATA:
+                    action.how = "data"
 
     @property
     def loss_reduction(self):
@@ -138,10 +188,21 @@ class Case:
     def __str__(self):
         return (
             f"seed {self.seed}, at={self.mode!r}, {self.dtype}, {damping_options(self.damping)}, "
-            f"loss_reduction={self.reduction}, averaging and refresh {self.averaging}, "
-            f"in a second optimiser: {sorted(self.second)}\n"
+            f"loss_reduction={self.reduction}, averaging and refresh {self.averaging}, widest {self.widest}, "
+            f"in a second optimiser: {sorted(self.second)}, with another damping: {self.own_dampings}\n"
             f"{self.net}\nactions:\n{describe(self.actions)}"
         )
+
+
+def own_dampings(rng, model):
+    """One for some of the parameters, by name; biases of layers with one weight have the same, if any."""
+    others = {}
+    for weight, *its in solved_together(model):
+        others.setdefault(weight, set()).update(its)
+    names = {p: name for name, p in model.named_parameters()}
+    damping = rng.choice([0.3, ("relative", 0.3)])
+    parts = [part for weight, its in others.items() for part in ({weight}, its)]
+    return {names[p]: damping for part in parts if rng.random() < 0.5 for p in part}
 
 
 def run(seed, mode):
@@ -161,7 +222,8 @@ def check(make_case):
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            must_warn = play(case)
+            with mock.patch("consequent.statistics.averages.WIDEST", case.widest):
+                must_warn = play(case)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{story}") from error
     except LibraryRaised as raised:
@@ -187,8 +249,9 @@ def play(case):
     Returns:
         whether the library had to warn of an edited gradient.
     """
-    reference = Reference(case.net, case.mode, case.damping, case.loss_reduction, case.averaging)
-    library = Library(case.net, case.dtype, case.mode, case.damping, case.loss_reduction, case.averaging, case.second)
+    settings = (case.mode, case.damping, case.loss_reduction, case.averaging)
+    reference = Reference(case.net, *settings, case.own_dampings, case.widest)
+    library = Library(case.net, case.dtype, *settings, case.second, case.own_dampings)
     library.joined = reference.joined
     for number, step in enumerate(case.actions):
         before = {name: p.detach().double().clone() for name, p in library.model.named_parameters()}
@@ -197,6 +260,11 @@ def play(case):
         except Exception as error:
             raise LibraryRaised from error
         step.do(reference, case.net)
+        if step.spoilt:
+            compare_weights(library, before, number, is_taken=False)
+            reference.forget()
+            reference.after_step()
+            continue
         wanted = reference.expected()
         if case.dtype == torch.float32:  # what comes through attention may be differences of far larger numbers
             largest = max(expected.size for expected in wanted)
@@ -242,10 +310,10 @@ def tolerance(dtype, condition):
     return max(least, 30 * rounding * condition)
 
 
-def compare_weights(library, before, number):
+def compare_weights(library, before, number, is_taken=True):
     """SGD without momentum moves by the gradient."""
     for name, p in library.model.named_parameters():
-        move = 0.0 if p.grad is None else LR * p.grad.double()
+        move = 0.0 if p.grad is None or not is_taken else LR * p.grad.double()
         error = (before[name] - move - p.detach().double()).norm()
         size = before[name].norm() + torch.as_tensor(move).norm()
         assert error <= (1e-12 if library.dtype == torch.float64 else 1e-5) * size, f"step {number}, {name}: not moved"

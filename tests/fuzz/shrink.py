@@ -61,8 +61,9 @@ def changes(case):
         yield lambda case: case.actions.pop(0)
         yield lambda case: case.actions.pop()
     for s, step in enumerate(case.actions):
-        if step.closure:
-            yield lambda case, s=s: setattr(case.actions[s], "closure", False)
+        for name in ("closure", "spoilt", "reloaded"):
+            if getattr(step, name):
+                yield lambda case, s=s, name=name: setattr(case.actions[s], name, False)
         for a, action in enumerate(step.body):
             if a > 0 or s == 0 or not isinstance(action, loops.Zero):  # a step needs its zero_grad
                 yield lambda case, s=s, a=a: drop(case.actions[s], a)
@@ -73,6 +74,8 @@ def changes(case):
                     yield lambda case, s=s, a=a, n=name, v=value: setattr(case.actions[s].body[a], n, v)
     if case.averaging != (0.0, 1):
         yield lambda case: setattr(case, "averaging", (0.0, 1))
+    if case.own_dampings:
+        yield lambda case: setattr(case, "own_dampings", {})
     if case.reduction != "sum":
         yield lambda case: setattr(case, "reduction", "sum")
     if any(not p.requires_grad for p in case.net.model.parameters()):

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import consequent
+from consequent.options.parameter_groups import Groups
+from consequent.statistics.averages import Averages
 from consequent.statistics.joint import JointInputs
 from fuzz.gradient_penalty import check_gradient_penalty
 from fuzz.run import Case, run
@@ -88,6 +90,37 @@ def test_a_fault_of_averages_is_found(monkeypatch, fault):
         consequent, "attach", lambda o, m, **options: attach(o, m, **(options | FAULTS_OF_AVERAGES[fault]))
     )
     assert failures(seeds, "step") > len(seeds) / 2
+
+
+def at_once(self, records, damping_of):
+    APPLY(self, records, damping_of)
+    self.step_taken()
+
+
+APPLY = Averages.apply
+FAULTS_OF_LONG_RUNS = {
+    "averages are lost when they are loaded": ("reloaded", "load_state_dict", lambda self, state, weights: None),
+    "steps that are not taken count": ("spoilt", "apply", at_once),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_LONG_RUNS)
+def test_a_fault_of_averages_in_long_runs_is_found(monkeypatch, fault):
+    kind, name, wrong = FAULTS_OF_LONG_RUNS[fault]
+    seeds = [seed for seed in range(300) if Case(seed, "step").averaging in ((0.5, 1), (0.9, 1))]
+    seeds = [seed for seed in seeds if any(getattr(step, kind) for step in Case(seed, "step").actions[1:-1])]
+    assert len(seeds) > 5
+    monkeypatch.setattr(Averages, name, wrong)
+    assert failures(seeds, "step") > len(seeds) / 3
+
+
+@MODES
+def test_a_fault_of_groups_is_found(monkeypatch, mode):
+    """The dampings of parameter groups are not looked at."""
+    seeds = [seed for seed in range(40) if Case(seed, mode).own_dampings]
+    assert len(seeds) > 2
+    monkeypatch.setattr(Groups, "damping_of", lambda self, parameter: self.default)
+    assert failures(seeds, mode) > len(seeds) / 3
 
 
 @MODES

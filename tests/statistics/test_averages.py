@@ -122,6 +122,15 @@ def test_a_layer_that_is_too_wide_for_an_average_has_none(monkeypatch):
     loss_of(model(batches()[0])).backward()
     optimizer.step()
     assert set(correction.state_dict()["averages"]) == {"0", "4"}
+    wide, *others = [line for line in str(correction).splitlines() if "solved on the" in line][::-1][1:]
+    assert wide.endswith("; not averaged")
+    assert not any("not averaged" in line for line in others)
+    assert "not averaged: solved for batch by batch" in str(correction)
+
+
+def test_before_its_first_step_no_layer_is_said_to_have_no_average():
+    optimizer = consequent.CSGD(wide_network(), lr=0.05, averaging=0.9)
+    assert "not averaged" not in str(optimizer.correction)
 
 
 def test_micro_batches_are_one_step():
@@ -416,3 +425,77 @@ def test_a_layer_is_refreshed_at_every_tth_step_of_its_own():
         seen[step % 2].append(averages._of[heads[step % 2].weight].moment.sum().item())
     for sums in seen.values():
         assert sums[0] == sums[1] != sums[2] == sums[3]
+
+
+def averages_after(correction):
+    return {name: (one["moment"].clone(), one["age"]) for name, one in correction.state_dict()["averages"].items()}
+
+
+@pytest.mark.parametrize("refresh", [1, 3])
+@pytest.mark.parametrize("loss_is", ["inf", "too large to square"])
+def test_a_step_that_is_not_taken_leaves_the_averages_as_they_were(refresh, loss_is):
+    """Neither its inputs nor the step itself counts; inputs may be finite, and their moments or gradients not."""
+    model = wide_network().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    correction = consequent.attach(optimizer, model, averaging=0.5, refresh=refresh)
+    good, bad = torch.randn(9, 4), torch.randn(9, 4)
+    bad *= 1e25 if loss_is == "too large to square" else 1
+    for number, x in enumerate([good] * refresh + [bad]):
+        before = averages_after(correction)
+        weights = copy.deepcopy(model.state_dict())
+        optimizer.zero_grad()
+        (model(x).square().mean() * (torch.inf if x is bad and loss_is == "inf" else 1)).backward()
+        if x is bad:
+            with pytest.warns(consequent.ConsequentWarning, match="NaN or inf"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        assert (number == refresh) == (x is bad)
+    torch.testing.assert_close(averages_after(correction), before)
+    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
+    assert correction.counters.skipped == 1
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_averages_go_on_in_another_type(saved):
+    model, twin = network().float(), network().float().double()
+    steps = []
+    for net in (model, twin):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        steps.append((net, optimizer, consequent.attach(optimizer, net, averaging=0.9, refresh=2)))
+    for number, x in enumerate(batches()):
+        if number == 3:
+            model.double()
+            if saved:
+                state = copy.deepcopy(steps[0][2].state_dict())
+                steps[0][2].detach()
+                steps[0] = (*steps[0][:2], consequent.attach(steps[0][1], model, averaging=0.9, refresh=2))
+                steps[0][2].load_state_dict(state)
+        for net, optimizer, _ in steps:
+            optimizer.zero_grad()
+            loss_of(net(x.to(net[0].weight.dtype))).backward()
+            optimizer.step()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_pass_that_is_given_up_by_zeroing_data_does_not_count_between_refreshes(bias):
+    """``grad.data.zero_()`` leaves no trace on the gradient."""
+    found = []
+    for given_up in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 3, bias=bias).double()
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        correction = consequent.attach(optimizer, layer, damping=0.3, refresh=4)
+        for x in batches()[:4]:
+            optimizer.zero_grad()
+            if given_up:
+                loss_of(layer(x * 2)).backward()
+                for parameter in layer.parameters():
+                    parameter.grad.data.zero_()
+            loss_of(layer(x)).backward()
+            optimizer.step()
+            assert correction.samples == len(x)
+        found.append([*layer.parameters()])
+    torch.testing.assert_close(*found)

@@ -15,7 +15,9 @@ from consequent.capture.torch_internals import (
     accumulator_of,
     after_backward,
     backward_pass_id,
+    callers_of_backward,
     leaf_of,
+    threads_in_backward,
     version_of,
     will_run,
 )
@@ -81,7 +83,7 @@ class StepCorrector:
         self._averages = averages
         self._ahead = self._new_ahead()
         self._running: dict[int, dict[Record, None]] = {}  # backward passes under way, and the records they fill
-        self._threads: dict[int, set[int]] = {}  # in which these passes may be: that of the forward pass is one
+        self._threads: dict[int, set[int]] = {}  # that may have called these passes
         self._arrivals: dict[int, _Arrivals] = {}  # by the id of a weight, or of the bias of a layer
 
     def _new_ahead(self) -> Ahead:
@@ -112,7 +114,6 @@ class StepCorrector:
         backward_pass = backward_pass_id()
         weight = use.weight
         record = self._record_of(weight, weight.grad if use.trains_weight else use.key.grad, backward_pass)
-        self._threads[backward_pass].add(use.entry.thread)
         record.note_pass(use, backward_pass)
         if record.statistic is not None:
             self._ahead.join_on(output_grad.device)  # an earlier use may be waiting to be reduced, or being reduced
@@ -211,7 +212,7 @@ class StepCorrector:
         running = self._running.get(backward_pass)
         if running is None:
             running = self._running[backward_pass] = {}
-            self._threads[backward_pass] = {threading.get_ident()}
+            self._threads[backward_pass] = callers_of_backward()
             after_backward(partial(self._backward_pass_ended, backward_pass))
         if record not in running:
             # A pass may run inside another (reentrant checkpointing): the outer one's uses are not in .grad yet.
@@ -249,8 +250,8 @@ class StepCorrector:
     @_one_at_a_time
     def before_entry(self) -> None:
         """Drop what a backward pass left that raised; one of another thread may be under way."""
-        here = threading.get_ident()
-        for over in [one for one, threads in self._threads.items() if here in threads]:
+        calling = threads_in_backward() if self._threads else set()
+        for over in [one for one, threads in self._threads.items() if not threads & calling]:
             del self._threads[over]
             self._running.pop(over, None)
         for arrivals in self._arrivals.values():

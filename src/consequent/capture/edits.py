@@ -111,7 +111,7 @@ def multiple(gradient: Tensor, plain: Tensor, level: float | Tensor) -> Tensor |
     squared = plain.square().sum()
     factor = torch.where(squared > 0, (gradient * plain).sum() / squared, torch.ones_like(squared))
     residual = (gradient - factor * plain).norm()
-    return None if residual > level * factor.abs() else factor
+    return factor if residual <= level * factor.abs() else None  # of NaN, nothing is a multiple
 
 
 def rounding(record: "Record") -> float:

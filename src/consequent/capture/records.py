@@ -16,9 +16,8 @@ from consequent.engines.gpu.streams import event_in_graph
 from consequent.layers import Operation
 from consequent.ranks.sharded_tensors import is_nonzero, is_sharded, local
 from consequent.statistics.averages import Idle
-from consequent.statistics.blocks import Blocks, Cuts
+from consequent.statistics.blocks import Cuts
 from consequent.statistics.joint import JointInputs
-from consequent.statistics.moment import Moment
 from consequent.statistics.rows import Rows
 from consequent.statistics.statistic import Statistic
 from consequent.statistics.tables import Bags, Counts
@@ -41,8 +40,7 @@ class Record:
         was_written_to: whether somebody wrote to ``.grad`` between two backward passes.
         accumulated_on_corrected: whether a backward pass was added to a gradient that had been corrected already.
         was_zeroed_in_part: whether only some of its gradients were emptied between two backward passes.
-        has_output_grads: whether some ΔZ was not all zeros, as far as that was looked at.
-        was_left_zero: whether the last backward pass left all gradients zero, asked where the inputs are gone.
+        was_left_zero: whether the last backward pass left all gradients zero, asked where no rows are kept.
         keeps_inputs: whether inputs are kept to be sent to other ranks, as their moment would be more bytes.
         stands_for: the record of a sharded weight, where this one is of this rank's rows of it.
     """
@@ -59,7 +57,6 @@ class Record:
     was_written_to: bool = False
     accumulated_on_corrected: bool = False
     was_zeroed_in_part: bool = False
-    has_output_grads: bool = False
     was_left_zero: bool = False
     keeps_inputs: bool = False
     stands_for: "Record | None" = None
@@ -134,7 +131,7 @@ class Record:
         self.statistic = None
         if self.beside:
             self.beside = Beside()
-        self.was_written_to = self.accumulated_on_corrected = self.has_output_grads = False
+        self.was_written_to = self.accumulated_on_corrected = False
         self.was_zeroed_in_part = self.held_unseen = False
         self.accumulated, self.passes, self.sizes = [], [], {}
 
@@ -181,8 +178,8 @@ class Record:
         """Whether ``zero_grad(set_to_none=False)``, or what amounts to it, came after the last backward pass.
 
         All gradients are zero then; but so they are after a pass in which all samples were masked, or all inputs dead.
-        Writing to a gradient leaves a trace, if not through ``.data``; and where there were output gradients and
-        inputs, the gradient of neither weight nor bias is zero by itself.
+        Writing to a gradient leaves a trace, if not through ``.data``; and some passes are known to have left more than
+        zeros.
         """
         grads = [local(grad) for grad in self.grads]
         untouched = self.is_untouched()
@@ -194,9 +191,7 @@ class Record:
             return False
         if not untouched or self.beside.others:
             return True
-        for use in self.uses:
-            self._look_at(use)
-        return self.has_output_grads and self._has_inputs()
+        return self._has_rows_of_a_gradient() if isinstance(self.statistic, Rows) else not self.was_left_zero
 
     def _is_zeroed_in_part(self) -> bool:
         """Whether a gradient is gone that the last backward pass left, while others are still there."""
@@ -211,24 +206,17 @@ class Record:
                 return True
         return False
 
-    def _look_at(self, use: Use) -> None:
-        """Whether its ΔZ is not all zeros; not asked on a GPU."""
-        if not self.has_output_grads and use.output_grad is not None and answers_at_once(use.output_grad):
-            self.has_output_grads = bool(use.output_grad.any())
-
-    def _has_inputs(self) -> bool:
-        """Whether a use with output gradients has inputs that are not all zeros: then there was a gradient."""
-        if self.biases:
-            return True
-        return any(
-            bool(
-                (
-                    use.operation.input_rows(use.inputs).any(-1) & use.operation.output_rows(use.output_grad).any(-1)
-                ).any()
-            )
-            for use in self.uses
-            if use.inputs is not None and use.output_grad is not None
-        ) or (isinstance(self.statistic, Moment | Blocks) and not self.was_left_zero)
+    def _has_rows_of_a_gradient(self) -> bool:
+        """Whether there were output gradients, and for one of them an input: the gradient was not zero by itself."""
+        for use in self.uses:
+            if use.output_grad is None or not bool(use.output_grad.any()):
+                continue
+            if use.bias is not None or use.inputs is None:
+                return True
+            rows = use.operation.output_rows(use.output_grad).any(-1) & use.operation.input_rows(use.inputs).any(-1)
+            if bool(rows.any()):
+                return True
+        return False
 
     @property
     def _may_be_looked_at(self) -> bool:
@@ -267,15 +255,11 @@ class Record:
             self.statistic = Idle.of(use) if statistic is None else statistic.add(use)
             return
         use.take(inputs, output_grad)
-        if use.operation.is_diagonal or (statistic is not None and isinstance(statistic, Moment | Blocks)):
-            self._look_at(use)
         self.statistic = _of_one(use) if statistic is None else statistic.add(use)
 
     def reduce(self, *, keep_rows: bool, cuts: Cuts = ()) -> None:
         """Let the second moment of the inputs, or that of their blocks, stand for the rows of all uses."""
         if isinstance(self.statistic, Rows):
-            for use in self.uses:
-                self._look_at(use)
             self.statistic = self.statistic.moment(keep_rows=keep_rows, cuts=cuts)
 
     # ---- marks ------------------------------------------------------------------------------------------------------
@@ -285,8 +269,8 @@ class Record:
         self.accumulated = [(parameter, GradMark(parameter.grad)) for parameter in self.members]
         if self.beside:
             self.beside.note(self.grads)
-        if isinstance(self.statistic, Moment | Blocks) and not self.biases and self._may_be_looked_at:
-            self.was_left_zero = not any(is_nonzero(grad[:1]) or is_nonzero(grad) for grad in self.grads)
+        if not isinstance(self.statistic, Rows) and self._may_be_looked_at:
+            self.was_left_zero = not any(_is_nonzero_somewhere(grad) for grad in self.grads)
 
     def mark_corrected(self, parameters: Iterable[Tensor]) -> None:
         """Remember the gradients as the correction of these parameters left them."""
@@ -313,6 +297,11 @@ class Record:
             if grad is not None and not mark.holds(grad):
                 return False
         return True
+
+
+def _is_nonzero_somewhere(grad: Tensor) -> bool:
+    """Looks at the beginning first, where it usually is."""
+    return (not grad.is_sparse and is_nonzero(grad[:1])) or is_nonzero(grad)
 
 
 def _of_one(use: Use) -> Statistic:

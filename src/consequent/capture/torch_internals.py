@@ -5,6 +5,7 @@ That all of them exist is tested when this module is imported.
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from operator import attrgetter
@@ -149,6 +150,25 @@ def _nothing(*_: Any) -> None:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call back when the running backward pass has written all its gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+
+
+def threads_in_backward() -> set[int]:
+    """The threads that are inside of a call of ``backward()`` or ``torch.autograd.grad()``."""
+    return {thread for thread, frame in sys._current_frames().items() if _is_in_backward(frame)}
+
+
+def callers_of_backward() -> set[int]:
+    """The threads that may have called the running backward pass: this one, unless it is that of a GPU."""
+    return {threading.get_ident()} if _is_in_backward(sys._getframe()) else threads_in_backward()
+
+
+def _is_in_backward(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not _RUN_BACKWARD:
+        frame = frame.f_back
+    return frame is not None
 
 
 def answers_at_once(place: Tensor | torch.device) -> bool:

@@ -143,7 +143,7 @@ class Use:
         if self.inputs is not None and version_of(self.inputs) != self.inputs_version:
             raise RuntimeError(
                 f"the inputs of {self.layer} were overwritten between backward() and step(), which corrects with them; "
-                "fill the buffer with the next batch after optimizer.step()"
+                "fill the buffer with the next batch after optimizer.step(), and give each micro-batch one of its own"
             )
 
 

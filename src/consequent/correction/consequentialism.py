@@ -419,7 +419,8 @@ class Consequentialism:
         return self._layers.plain(self._capture, self._groups, self._rewriter.uncaptured)
 
     def __repr__(self) -> str:
-        return describe(self, self._groups, self._rewriter.sides, self._rewriter.divisor, self._loss.source)
+        rewriter = self._rewriter
+        return describe(self, self._groups, rewriter.sides, rewriter.averages, rewriter.divisor, self._loss.source)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copied or pickled model has no correction: attach to the copy

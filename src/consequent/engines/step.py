@@ -121,8 +121,7 @@ class Rewriter:
                 records, self.samples = self.exchange.complete(self._may_wait), self.exchange.samples
             self._list_uncaptured(records)
             if self.averages.are_used:
-                for record in records:
-                    self.averages.apply(record, self._damping_of(record))
+                self.averages.apply(records, self._damping_of)
                 records = [record for record in records if not record.is_empty]
             bounded &= len(records) > 1  # one alone lands where it should
             records = [part for record in records if (part := self._own_part(record)) is not None]
@@ -154,6 +153,7 @@ class Rewriter:
             for engine, its in solved:
                 engine.write(its, outcome)
             self._reports.step_taken()
+            self.averages.step_taken()
             if self._watch is not None:
                 self._watch.note_corrected()
             for record in records:

@@ -12,15 +12,22 @@ from consequent.layers import joint_of, kind_of
 from consequent.options.loss_divisor import named
 from consequent.options.parameter_groups import Groups
 from consequent.reports.reports import REMEDY
+from consequent.statistics.averages import WIDEST, Averages
 
 if TYPE_CHECKING:
     from consequent.correction import Consequentialism
+
+_WHY_NOT_AVERAGED = (
+    "solved for batch by batch, as are recurrent layers, attention, embeddings, and of the layers with fewer samples "
+    f"than inputs those with more than {WIDEST:,} inputs (all of them where averaging is 0)"
+)
 
 
 def describe(
     correction: "Consequentialism",
     groups: Groups,
     sides: Mapping[str, str],
+    averages: Averages,
     divisor: float | None,
     source: str,
 ) -> str:
@@ -30,17 +37,30 @@ def describe(
         correction: the correction.
         groups: what its optimiser's parameter groups say.
         sides: for each layer, the side on which it was solved last.
+        averages: of the inputs' moments.
         divisor: what the last step's loss was taken to be divided by; None before the first step.
         source: where that comes from.
     """
     corrected, plain = correction.corrected, correction.plain
     rows = {name: _how(layer, groups, sides.get(name, "")) for name, layer in corrected.items()}
+    not_averaged = _not_averaged(corrected, sides, averages)
+    rows |= {name: f"{rows[name]}; not averaged" for name in not_averaged}
     width = max(len(_shown(name)) for name in (*corrected, *plain))
     lines = [_heading(correction, groups), f"  corrected ({len(corrected)}):"]
     lines += [f"    {_shown(name):{width}}  {row}" for name, row in rows.items()]
     lines.append(f"  plain ({len(plain)}):")
     lines += [f"    {_shown(name):{width}}  {reason}" for name, reason in plain.items()]
+    if not_averaged:
+        lines.append(f"  not averaged: {_WHY_NOT_AVERAGED}")
     return "\n".join(lines + _notes(correction, groups, divisor, source))
+
+
+def _not_averaged(corrected: Mapping[str, nn.Module], sides: Mapping[str, str], averages: Averages) -> list[str]:
+    """The layers that are solved for batch by batch, although moments are averaged."""
+    if not averages.are_used:
+        return []
+    solved = {name: _weights_of(layer) for name, layer in corrected.items() if name in sides}
+    return [name for name, weights in solved.items() if not any(map(averages.is_averaged, weights))]
 
 
 def _shown(name: str) -> str:

@@ -9,7 +9,7 @@ of them. With β = 0 the moment of another batch with fewer rows than columns wo
 with more than `WIDEST` columns a moment would be too large to keep: there the update is the exact one of each step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -122,12 +122,17 @@ class Averages:
         self.averaging = averaging
         self.refresh = refresh
         self._of: dict[Tensor, Average] = {}
+        self._next: dict[Tensor, Average] = {}  # those of the step that is being solved for
         self._biases: dict[Tensor, list[Tensor]] = {}  # of all layers with each weight that is corrected
 
     @property
     def are_used(self) -> bool:
         """Otherwise each step's own moments are exact."""
         return self.averaging > 0 or self.refresh > 1
+
+    def is_averaged(self, weight: Tensor) -> bool:
+        """Whether there is an average of its inputs."""
+        return weight in self._of
 
     def is_idle(self, use: Use) -> bool:
         """Whether a use's inputs need not be looked at in this step."""
@@ -136,13 +141,25 @@ class Averages:
             return False
         return average.has(use.features, self._trained(use.weight, () if use.bias is None else (use.bias,)))
 
-    def apply(self, record: "Record", damping: Damping) -> None:
+    def apply(self, records: Sequence["Record"], damping_of: Callable[["Record"], Damping]) -> None:
         """At the step: put what is to be solved with in the place of what the passes noted.
 
+        The averages themselves change when the step is taken (:meth:`step_taken`).
+
         Args:
-            record: of one weight, for all micro-batches and ranks.
-            damping: λ.
+            records: of all weights, for all micro-batches and ranks.
+            damping_of: λ.
         """
+        self._next = {}
+        for record in records:
+            self._apply_to(record, damping_of(record))
+
+    def step_taken(self) -> None:
+        """From now on the averages are those that the step was solved with."""
+        self._of |= self._next
+        self._next = {}
+
+    def _apply_to(self, record: "Record", damping: Damping) -> None:
         statistic = record.statistic
         if statistic is None or not statistic.rows:
             return
@@ -159,12 +176,9 @@ class Averages:
             statistic = record.captured
         if isinstance(statistic, Moment) and record.weight in self._biases:
             average = self._updated(average, statistic.with_biases(biases))
-            if average is None:
-                return  # NaN or inf, for which the step is not taken
-            self._of[record.weight] = average
         if average is None or not isinstance(statistic, Moment | Idle):
-            return
-        average.age += 1
+            return  # where a moment holds NaN or inf, the step is not taken
+        average = self._next[record.weight] = replace(average, age=average.age + 1)
         of = (statistic.uses, statistic.features, statistic.biases, max(round(average.rows), 1))
         record.statistic = Idle(*of)
         is_whole = average.is_ordered_as(statistic.biases) and len(columns_with_gradient(record)) == record.columns
@@ -184,17 +198,18 @@ class Averages:
         return [*present, *(bias for bias in known if not any(bias is one for one in present))]
 
     def _updated(self, average: Average | None, moment: Moment) -> Average | None:
-        """With the moment of a step; one that holds NaN or inf changes nothing. None if it would be the first.
+        """With the moment of a step; None where that holds NaN or inf.
 
-        On a device that is not waited for, a first one that does is kept until the next refresh: no step is taken then.
+        On a device that is not waited for, such a moment changes nothing; a first one is kept until the next refresh,
+        and no step is taken then.
         """
         new = moment.matrix / moment.rows
         is_finite = _is_finite(new)
         if answers_at_once(new) and not is_finite:
-            return average
+            return None
         if average is None:
             return Average(new, moment.rows, moment.features, moment.biases)
-        old = average.moment_of(moment.biases)
+        old = average.moment_of(moment.biases).to(new)  # the model may have another type by now
         blended = torch.lerp(new, old, self.averaging)
         blended = torch.where(_is_finite(old), torch.where(is_finite, blended, old), new)
         return Average(blended, self.averaging * average.rows + moment.rows, moment.features, moment.biases)

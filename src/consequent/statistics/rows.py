@@ -48,6 +48,8 @@ class Rows(Statistic):
             keep_rows: whether the uses keep their inputs and output gradients all the same.
             cuts: of the features into blocks.
         """
+        for use in self.uses:
+            use.refuse_overwritten_inputs()
         of = (self.uses, self.features, self.biases)
         moment = Blocks.of(*of, cuts) if cuts else Moment.of(*of)
         if not keep_rows:

@@ -43,3 +43,46 @@ def test_inputs_overwritten_before_the_step_are_refused():
     inputs.copy_(torch.randn(5, 12))
     with pytest.raises(RuntimeError, match="overwritten between backward"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{"averaging": 0.9}, {"averaging": 0.9, "refresh": 3}], ids=str)
+def test_inputs_overwritten_before_a_step_that_averages_their_moment_are_refused(options):
+    model = network()
+    optimizer = consequent.CSGD(model, lr=0.1, damping=0.1, **options)
+    inputs = torch.randn(5, 12)
+    model(inputs).square().mean().backward()
+    inputs.copy_(torch.randn(5, 12))
+    with pytest.raises(RuntimeError, match="overwritten between backward"):
+        optimizer.step()
+
+
+def two_micro_batches_in_one_buffer(optimizer, model):
+    inputs = torch.randn(5, 12)
+    model(inputs).square().mean().backward()
+    inputs.resize_(9, 12).copy_(torch.randn(9, 12))
+    model(inputs).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"largest_block": 5}, {"averaging": 0.5}], ids=str)
+def test_micro_batches_in_one_buffer_are_refused_also_where_they_become_many_rows(options):
+    """The first one's inputs are kept, being few, until the second one's come."""
+    model = network()
+    optimizer = consequent.CSGD(model, lr=0.1, damping=0.1, **options)
+    with pytest.raises(RuntimeError, match="give each micro-batch one of its own"):
+        two_micro_batches_in_one_buffer(optimizer, model)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_nan_in_a_gradient_that_backpropagation_left_zero_is_not_lost(layer):
+    """All samples are masked: no multiple of zero is NaN, and the step is not taken."""
+    model = nn.Sequential(nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    correction = consequent.attach(optimizer, model)
+    before = [p.detach().clone() for p in model.parameters()]
+    (0 * model(torch.randn(5, 12)).square().sum(1).mean()).backward()
+    model[layer].weight.grad[0, 0] = torch.nan
+    with pytest.warns(consequent.ConsequentWarning, match="NaN or inf"):
+        optimizer.step()
+    assert correction.counters.skipped == 1
+    torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)

@@ -1,6 +1,7 @@
 """Other threads call the model, or train it as well."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -101,4 +102,58 @@ def test_two_threads_train_at_the_same_time(kind, at):
     optimizer.step()
     if at == "step":
         assert correction.samples == len(x)
+    assert_close(gradients(model), wanted)
+
+
+@pytest.mark.parametrize("at", ["step", "backward"])
+@pytest.mark.parametrize("samples", [3, 30])
+def test_the_model_is_called_while_another_thread_is_in_a_backward_pass_of_what_was_computed_here(samples, at):
+    torch.manual_seed(0)
+    model = Twice().double()
+    x, t = torch.randn(samples, 5, dtype=torch.float64), torch.randn(samples, 3, dtype=torch.float64)
+    wanted = corrected(model, loss_on(x, t), samples=samples)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    consequent.attach(optimizer, model, damping=DAMPING, at=at)
+    is_between, was_called = threading.Event(), threading.Event()
+
+    def between(grad):
+        is_between.set()
+        assert was_called.wait(20)
+
+    model.between = between
+    loss = mean_loss(model(x), t)
+    model.between = None
+    with ThreadPoolExecutor(1) as worker:
+        backward = worker.submit(loss.backward)
+        assert is_between.wait(20)
+        with torch.no_grad():
+            model(x[:2])
+        was_called.set()
+        backward.result()
+    optimizer.step()
+    assert_close(gradients(model), wanted)
+
+
+@pytest.mark.parametrize("at", ["step", "backward"])
+def test_a_backward_pass_that_raised_in_another_thread_leaves_nothing(at):
+    """The thread lives on, and does nothing but backward passes."""
+    torch.manual_seed(0)
+    model = Twice().double()
+    x, t = torch.randn(7, 5, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
+    wanted = corrected(model, loss_on(x, t), samples=7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    consequent.attach(optimizer, model, damping=DAMPING, at=at)
+
+    def fail(grad):
+        raise ValueError("on purpose")
+
+    with ThreadPoolExecutor(1) as worker:
+        model.between = fail
+        loss = mean_loss(model(2 * x), t)
+        with pytest.raises(ValueError, match="on purpose"):
+            worker.submit(loss.backward).result()
+        model.between = None
+        optimizer.zero_grad()
+        worker.submit(mean_loss(model(x), t).backward).result()
+    optimizer.step()
     assert_close(gradients(model), wanted)
