@@ -66,6 +66,7 @@ def test_the_tables_are_those_of_the_summary(judge):
         summary.by_task(judge, BOUNDED, RATES),
         summary.behind(judge, BOUNDED, RATES),
         summary.learning_rates(judge, DAMPING),
+        summary.by_memory(judge, DAMPING, (1e-3, 3e-3)),
         *(summary.by_rate(default, name) for name in CONTESTANTS),
     ]
     for table in tables:
@@ -255,3 +256,26 @@ def test_the_advised_rates_are_those_of_the_study(judge):
     )
     sgd, momentum, nesterov, adam = medians
     assert re.findall(r"best rates: (.*?) of", table) == [sgd, f"{nesterov} and {momentum}", adam]
+
+
+def test_what_is_said_of_the_memory_of_squares(judge):
+    def verdict(contestant, rate, tasks=()):
+        return judge.verdict(contestant, DAMPING, rate, study.SEEDS, tasks)
+
+    short, long = "c-adam 0.95", "c-adam"
+    said = numbers(r"verdicts, (\S+) against (\S+) with tuned rates and (\S+) against (\S+) at 0\.003, which is within")
+    assert said == [rounded(verdict(name, rate).mean) for rate in (None, 0.003) for name in (short, long)]
+    for rate in (None, 0.003):
+        assert (
+            verdict(long, rate).mean / verdict(short, rate).mean
+            < verdict(long, rate).noise * verdict(short, rate).noise
+        )
+    assert numbers(r"too slow, it is (\S+) against ([\d.]+)\. Adam") == [
+        rounded(verdict(name, 0.001).mean) for name in (short, long)
+    ]
+    told = re.findall(r"(\d\.\d\d) instead of (\d\.\d\d) on `([\w-]+)`", PROSE)
+    assert len(told) == 6
+    for of_short, of_long, task in told:
+        assert [float(of_short), float(of_long)] == [
+            rounded(verdict(name, None, [task]).mean) for name in (short, long)
+        ]
