@@ -1,12 +1,14 @@
 """What docs/defaults.md and docs/choosing.md say of the study of defaults is what results/defaults.jsonl.gz gives."""
 
 import dataclasses
+import inspect
 import pathlib
 import re
 import statistics
 
 import pytest
 
+import consequent
 from benchmarks.defaults import study, summary
 from benchmarks.defaults.contestants import CONTESTANTS
 from consequent.maths.bound import DEFAULT as BOUND
@@ -279,3 +281,11 @@ def test_what_is_said_of_the_memory_of_squares(judge):
         assert [float(of_short), float(of_long)] == [
             rounded(verdict(name, None, [task]).mean) for name in (short, long)
         ]
+
+
+def test_the_rate_that_c_adam_has_by_default(judge):
+    for kind in (consequent.CAdam, consequent.CAdamW):
+        assert inspect.signature(kind).parameters["lr"].default == 0.003
+    changes = " ".join((ROOT / "CHANGELOG.md").read_text().split())
+    said = numbers(r"ahead of tuned Adam with it \((\S+) of its loss\), and far behind with 0\.001 \((\S+)\)", changes)
+    assert said == [rounded(judge.verdict("c-adam", DAMPING, rate, study.SEEDS).mean) for rate in (0.003, 0.001)]

@@ -180,7 +180,7 @@ class CAdam(_Consequentialist, Adam):
     Args:
         model: the model; the layers' inputs are watched, so its parameters alone would not do.
         params: parameters or parameter groups, as in torch; None is all of the model's.
-        lr: the learning rate.
+        lr: the learning rate; by default three times torch's, as the study of defaults has it.
         betas: how slowly the averages of the gradient and of its square forget.
         eps: added to the denominator.
         weight_decay: added to the corrected gradient, times the weight.
@@ -214,7 +214,7 @@ class CAdam(_Consequentialist, Adam):
         model: nn.Module,
         params: Params | None = None,
         *,
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor = 3e-3,
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0,
@@ -249,7 +249,7 @@ class CAdamW(_Consequentialist, AdamW):
     Args:
         model: the model; the layers' inputs are watched, so its parameters alone would not do.
         params: parameters or parameter groups, as in torch; None is all of the model's.
-        lr: the learning rate.
+        lr: the learning rate; by default three times torch's, as the study of defaults has it.
         betas: how slowly the averages of the gradient and of its square forget.
         eps: added to the denominator.
         weight_decay: the weight shrinks by it, times lr, in every step.
@@ -282,7 +282,7 @@ class CAdamW(_Consequentialist, AdamW):
         model: nn.Module,
         params: Params | None = None,
         *,
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor = 3e-3,
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,

@@ -10,6 +10,7 @@ import tyro
 from rich.console import Console
 
 from consequent_lab.screen import console
+from consequent_lab.train_command import chosen_device
 
 SETS = ("cifar10", "cifar100", "fashion-mnist", "pictures", "tables", "sources")
 
@@ -76,6 +77,10 @@ class Race:
                     screen.print(f"{results.task.name:26} {results.state(self.trials, self.seeds)}", soft_wrap=True)
                 return
             names = tuple(results.task.name for results in known if results.lines)
+        if stage == "table" and not names:
+            raise ValueError(f"there are no results in {self.output.resolve()}: name another --output")
+        if stage != "table":
+            chosen_device(self.device)  # raises if it is not there
         deadline = None if self.minutes is None else time.time() + 60 * self.minutes
         for name in names:
             self._run_task(stage, name, deadline, screen)

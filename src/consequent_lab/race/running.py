@@ -112,6 +112,9 @@ def race(
 
     Lines are kept in `results`; the settings of finals come from those that were `searched`: the same, or those of the
     task whose search is taken over. So many workers are so many processes, but one stays in this process.
+
+    Raises:
+        ValueError: if something failed, at the end of everything else.
     """
 
     def report(line: Line) -> None:
@@ -140,7 +143,12 @@ def race(
     for name in names:
         if results is not searched and searched.best(name) is None:
             say(f"{name}: there is no search of {searched.task.name} to take the settings from")
-    run_jobs(ready, workers, conditions.deadline, report, ended)
+    summary = run_jobs(ready, workers, conditions.deadline, report, ended)
+    if summary.failed:
+        raise ValueError(
+            f"{len(summary.failed)} of the jobs failed: {', '.join(summary.failed)}; what is done is kept, and the "
+            "same command goes on with the rest"
+        )
     return not ready()
 
 

@@ -221,6 +221,11 @@ def test_pairs_of_tables_are_those_in_the_results():
         assert min(medians, key=medians.get) == FIRST_ON_TABLES[name]
 
 
+def earlier(lines):
+    """The held-out accuracy of the first run with BatchNorm."""
+    return next(line for line in lines if line["contestant"] == "Nesterov-BN")["curve"][-1]["test_accuracy"]
+
+
 def test_what_was_explored_is_in_its_file():
     lines = resnet20_tables.read(ROOT / "results" / "resnet20-exploration.jsonl")
     for table in resnet20_tables.tables(lines):
@@ -235,15 +240,19 @@ def test_what_was_explored_is_in_its_file():
     assert "C-Nesterov without BatchNorm {} % | Nesterov with BatchNorm {} %".format(*medians) in TEXT
     assert f"[{medians[0]} % after 60]" in TEXT
     assert round(91.25 - 100 * max(ours), 2) == 0.02
-    zero, tenth = (
+    zero, tenth, same = (
         100 * line["curve"][-1]["test_accuracy"]
-        for start in ("zero", "tenth")
+        for start in ("zero", "tenth", "same")
         for line in resnet20_tables.runs_of(lines, whole=False, epochs=10, images=18_000, start=start)
         if line["settings"] == settings
     )
-    assert f"end at {zero:.4g} % instead of {tenth:.4g} %" in TEXT
+    said = re.search(r"end at ([\d.]+) %; with a tenth [^;]* at ([\d.]+) %; with zeros only .*? at ([\d.]+) %", TEXT)
+    assert list(said.groups()) == [f"{accuracy:.4g}" for accuracy in (zero, tenth, same)]
+    assert f"in float32, ended at {100 * earlier(lines):.4g} %" in TEXT
+    tenths = [line for line in lines if line["start"] == "tenth" and line["epochs"] == 10]
+    assert sum(line["contestant"] == "C-Nesterov" for line in tenths) == 8
     with_zeros = [line["curve"][-1] for line in lines if line["whole"] and line["start"] == "zero"]
-    assert f"they ended at {100 * max(end['test_accuracy'] for end in with_zeros):.1f} % at best" in TEXT
+    assert f"and ended at {100 * max(end['test_accuracy'] for end in with_zeros):.1f} % at best" in TEXT
 
 
 def milliseconds(results, name, how="eager"):

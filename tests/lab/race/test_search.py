@@ -2,7 +2,10 @@ import json
 import time
 
 import pytest
+import torch
 
+from consequent_lab import cli
+from consequent_lab.race import running
 from consequent_lab.race.contestants import CONTESTANTS
 from consequent_lab.race.files import read_arrays, write_arrays
 from consequent_lab.race.measures import Best, Final, TimeTo
@@ -93,6 +96,35 @@ def test_the_table_is_made_from_the_lines(tmp_path):
         name: sorted(line["curve"]["train_loss"][-1] for line in results.finals(name))[1] for name in ("SGD", "C-SGD")
     }
     assert [row.contestant for row in rows(results)] == sorted(scores, key=scores.get)
+
+
+def test_what_fails_is_an_error_after_all_the_rest(tmp_path, monkeypatch):
+    def curve_of(task, contestant, *rest):
+        if contestant.name == "C-SGD":
+            raise FileNotFoundError("its data are not there")
+        return known(task, contestant, *rest)
+
+    known = running.curve_of
+    monkeypatch.setattr(running, "curve_of", curve_of)
+    with pytest.raises(ValueError, match="1 of the jobs failed: C-SGD, search"):
+        run_race(tmp_path, names=("C-SGD", "SGD"))
+    assert len(Results.of(TASK, tmp_path).finals("SGD")) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["table"], "there are no results in"),
+        pytest.param(
+            ["demo", "--device", "cuda"],
+            "no CUDA device here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one here"),
+        ),
+    ],
+)
+def test_what_is_not_there_is_said_at_once(words, message, tmp_path, capsys):
+    assert cli.main(["race", *words, "--output", str(tmp_path)]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_finals_alone_take_the_settings_of_another_search(tmp_path):
