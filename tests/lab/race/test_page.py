@@ -318,6 +318,25 @@ def test_what_is_said_of_foof_and_kfac_is_in_the_results():
     assert [kfac for kfac, _ in pairs].count(None) == 1
 
 
+def test_what_is_said_of_a_short_memory_of_squares():
+    results = Results.of(TASKS["fourier-128-china"], RACE.output)
+    ends = {name: spread_of(results.task.measure, results.finals(name)).median for name in results.task.contestants}
+    ours = ends["C-Adam-0.95"]
+    said = re.search(
+        r"ends (\d+) dB above C-Adam, and is then before C-Muon, behind SOAP by (\d+) dB and Muon by (\d+)\. "
+        r"Adam itself gains (\d+) dB",
+        TEXT,
+    )
+    gains = (ours - ends["C-Adam"], ends["SOAP"] - ours, ends["Muon"] - ours, ends["Adam-0.95"] - ends["Adam"])
+    assert list(said.groups()) == [f"{gain:.0f}" for gain in gains]
+    assert ours > ends["C-Muon"]
+    assert f"with β₂ = 0.95 it is {ours - ends['Adam']:.0f} dB above Adam" in TEXT
+    assert f"and still {gains[1]:.0f} dB below SOAP" in TEXT
+    assert {line["device"] for name in ("C-Adam-0.95", "Adam-0.95") for line in results.finals(name)} == {"cpu"}
+    page = " ".join((ROOT / "docs" / "defaults.md").read_text().split())
+    assert f"with 0.95 it ended {gains[0]:.0f} dB higher" in page
+
+
 def test_halving_gave_up_on_as_many_of_adams_trials_as_the_page_says():
     (trials, pruned) = re.findall(r"Of Adam's (\d+) trials (\d+) were given up", TEXT)[0]
     states = [line["state"] for line in CHINA.trials("Adam")]
