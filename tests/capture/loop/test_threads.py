@@ -45,16 +45,22 @@ def in_threads(*works):
         raise errors[0]
 
 
-@pytest.mark.parametrize("at", ["step", "backward"])
-@pytest.mark.parametrize("builds_graph", [False, True], ids=["evaluates", "builds a graph"])
-@pytest.mark.parametrize("samples", [3, 30])
-def test_another_thread_calls_the_model_during_a_backward_pass(samples, builds_graph, at):
+def attached(samples, at):
+    """A corrected model that uses a weight twice, samples, targets, and the gradients that a step should have."""
     torch.manual_seed(0)
     model = Twice().double()
     x, t = torch.randn(samples, 5, dtype=torch.float64), torch.randn(samples, 3, dtype=torch.float64)
     wanted = corrected(model, loss_on(x, t), samples=samples)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     consequent.attach(optimizer, model, damping=DAMPING, at=at)
+    return model, x, t, wanted, optimizer
+
+
+@pytest.mark.parametrize("at", ["step", "backward"])
+@pytest.mark.parametrize("builds_graph", [False, True], ids=["evaluates", "builds a graph"])
+@pytest.mark.parametrize("samples", [3, 30])
+def test_another_thread_calls_the_model_during_a_backward_pass(samples, builds_graph, at):
+    model, x, t, wanted, optimizer = attached(samples, at)
 
     def call():
         with torch.set_grad_enabled(builds_graph):
@@ -108,12 +114,7 @@ def test_two_threads_train_at_the_same_time(kind, at):
 @pytest.mark.parametrize("at", ["step", "backward"])
 @pytest.mark.parametrize("samples", [3, 30])
 def test_the_model_is_called_while_another_thread_is_in_a_backward_pass_of_what_was_computed_here(samples, at):
-    torch.manual_seed(0)
-    model = Twice().double()
-    x, t = torch.randn(samples, 5, dtype=torch.float64), torch.randn(samples, 3, dtype=torch.float64)
-    wanted = corrected(model, loss_on(x, t), samples=samples)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    consequent.attach(optimizer, model, damping=DAMPING, at=at)
+    model, x, t, wanted, optimizer = attached(samples, at)
     is_between, was_called = threading.Event(), threading.Event()
 
     def between(grad):
@@ -137,12 +138,7 @@ def test_the_model_is_called_while_another_thread_is_in_a_backward_pass_of_what_
 @pytest.mark.parametrize("at", ["step", "backward"])
 def test_a_backward_pass_that_raised_in_another_thread_leaves_nothing(at):
     """The thread lives on, and does nothing but backward passes."""
-    torch.manual_seed(0)
-    model = Twice().double()
-    x, t = torch.randn(7, 5, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
-    wanted = corrected(model, loss_on(x, t), samples=7)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    consequent.attach(optimizer, model, damping=DAMPING, at=at)
+    model, x, t, wanted, optimizer = attached(7, at)
 
     def fail(grad):
         raise ValueError("on purpose")
