@@ -506,7 +506,9 @@ class Reference:
         return damping[1] * trace / min(rows, len(moment)) if trace > 0 else 1.0
 
     def updated_average(self, weight, biases, uses):
-        """What stands for the inputs of a step, if something does: ``S ← β S + (1 − β) XXᵀ / N`` at every T-th step.
+        """What stands for the inputs of a step, if something does: the mean of xxᵀ over the rows of every T-th step.
+
+        Those of a refresh weigh β times those of the next.
 
         It begins with the first step (with β = 0 or very many columns: one with no fewer rows than columns), and anew
         where what is trained has changed.
@@ -530,10 +532,12 @@ class Reference:
         if average is None or average.age == period:
             groups = range(getattr(uses[0][0].layer, "groups", 1))
             X = [torch.cat([self.design(call, group, columns) for call, _ in uses]) for group in groups]
-            moments, total = [one.T @ one / rows for one in X], rows
+            sums, total = [one.T @ one for one in X], rows
             if average is not None:
-                moments = [beta * old + (1 - beta) * new for old, new in zip(average.moments, moments, strict=True)]
+                known = [average.rows * moment for moment in average.moments]
+                sums = [beta * old + new for old, new in zip(known, sums, strict=True)]
                 total = beta * average.rows + rows
+            moments = [one / total for one in sums]
             average = Average(weight in self.names, columns, moments, total)
         average.age += 1
         self.averages[weight] = average

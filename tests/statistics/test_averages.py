@@ -56,12 +56,10 @@ class Naive:
             rows, columns = X.shape
             known = self.kept.get(layer)
             if self.steps % self.period == 0 and (known is not None or rows >= columns or self.beta > 0):
-                moment = X.T @ X / rows
-                S, n = (moment, rows)
-                if known is not None:
-                    S, n = self.beta * known[0] + (1 - self.beta) * moment, self.beta * known[1] + rows
-                known = self.kept[layer] = S, n
-            S, n = (X.T @ X / rows, rows) if known is None else known
+                before = (0.0, 0.0) if known is None else known
+                known = self.kept[layer] = (self.beta * before[0] + X.T @ X, self.beta * before[1] + rows)
+            total, n = (X.T @ X, rows) if known is None else known
+            S = total / n
             level = self.level if self.rho is None else self.rho * rows * S.trace() / min(round(n), columns)
             G = layer.weight.grad if layer.bias is None else torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1)
             U = len(inputs) * G @ torch.linalg.inv(rows * S + level * torch.eye(columns, dtype=S.dtype))
@@ -197,7 +195,7 @@ def test_layers_that_share_a_weight_and_are_called_by_turns():
     both = nn.ModuleList([first, second])
     optimizer = torch.optim.SGD(both.parameters(), lr=0.0)
     consequent.attach(optimizer, both, averaging=0.5, refresh=2, damping=0.2)
-    S = None
+    total, rows = 0.0, 0.0
     for number, x in enumerate(batches()[:6]):
         used = [both[number % 2]] if number < 4 else list(both)
         optimizer.zero_grad()
@@ -207,11 +205,10 @@ def test_layers_that_share_a_weight_and_are_called_by_turns():
         ones = [torch.cat([torch.full((len(x), 1), float(layer is one)).double() for layer in used]) for one in both]
         X = torch.cat([x.repeat(len(used), 1), *ones], 1)
         if number % 2 == 0:
-            moment = X.T @ X / len(X)
-            S = moment if S is None else 0.5 * S + 0.5 * moment
+            total, rows = 0.5 * total + X.T @ X, 0.5 * rows + len(X)
         G = torch.cat([first.weight.grad, *(layer.bias.grad[:, None] for layer in used)], 1)
         kept = [0, 1, 2, 3, *(4 + list(both).index(layer) for layer in used)]
-        damped = (len(X) * S + 0.2 * torch.eye(6, dtype=torch.float64))[kept][:, kept]
+        damped = (len(X) * total / rows + 0.2 * torch.eye(6, dtype=torch.float64))[kept][:, kept]
         expected = len(x) * G @ torch.linalg.inv(damped)
         optimizer.step()
         found = torch.cat([first.weight.grad, *(layer.bias.grad[:, None] for layer in used)], 1)

@@ -73,8 +73,8 @@ class Consequentialism:
         include: which layers to correct: module types, names or compiled regular expressions. None: all that can be,
             embeddings aside.
         exclude: which to leave out, likewise.
-        averaging: β of the second moments' average over steps, ``S ← β S + (1 − β) XXᵀ / N``, for layers that are
-            solved for by features. 0: each step's own.
+        averaging: β of the second moments' average over steps: in the mean of xxᵀ over all samples so far those of a
+            step weigh β times those of the next, 1/(1 − β) steps in all. 0: each step's own.
         refresh: T: their average is refreshed and factorised anew at every T-th step only; the steps in between cost
             little more than plain ones. Both need ``at="step"`` and cannot be in a CUDA graph.
         largest_block: B: a layer with more than B features and more than B rows (samples × positions) is not solved

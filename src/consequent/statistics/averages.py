@@ -1,8 +1,11 @@
 """Second moments that are averaged over steps, and factorised only now and then: ``averaging=β, refresh=T``.
 
-Every T-th step of a layer ``S ← β S + (1 − β) XXᵀ / N``, started with the first one, is factorised anew; all solve with
-``N S``, N being the rows of the step at hand. A relative λ is that of ``N S``, with ``n ← β n + N`` for its rows.
-Between refreshes nothing is computed of a layer's inputs: only how many rows there were is noted.
+Every T-th step of a layer goes into its average, ``n ← β n + N`` and ``S ← S + (XXᵀ/N − S) N/n`` from ``n = 0`` on,
+which is factorised anew. So S is the mean of xxᵀ over all rows so far, where those of a refresh weigh β times those of
+the next: with batches of one size it becomes ``β S + (1 − β) XXᵀ/N``, and at first the plain mean, in which the first
+batch counts no more than another. All steps solve with ``N S``, N being the rows of the step at hand. A relative λ is
+that of ``N S``, with n for its rows. Between refreshes nothing is computed of a layer's inputs: only how many rows
+there were is noted.
 
 Layers that are solved for by samples are averaged as well, where β > 0: an average over batches has more rows than one
 of them. With β = 0 the moment of another batch with fewer rows than columns would say nothing of most directions, and
@@ -210,9 +213,10 @@ class Averages:
         if average is None:
             return Average(new, moment.rows, moment.features, moment.biases)
         old = average.moment_of(moment.biases).to(new)  # the model may have another type by now
-        blended = torch.lerp(new, old, self.averaging)
+        rows = self.averaging * average.rows + moment.rows
+        blended = torch.lerp(old, new, moment.rows / rows)
         blended = torch.where(_is_finite(old), torch.where(is_finite, blended, old), new)
-        return Average(blended, self.averaging * average.rows + moment.rows, moment.features, moment.biases)
+        return Average(blended, rows, moment.features, moment.biases)
 
     def average_only(self, biases: dict[Tensor, list[Tensor]]) -> None:
         """Only these weights are corrected from now on.

@@ -41,8 +41,6 @@ def data_of(conditions: Conditions, seed: int, *, search: bool) -> Data:
     """Returns the data on the device; a search that is judged by test data has a part of the training data for it."""
     task = conditions.the_task()
     data = task.load(conditions.place, seed)
-    if search and task.search_samples is not None:
-        data = data.first(task.search_samples)
     if search and task.holds_out:
         data = data.with_validation()
     return data.to(conditions.device)

@@ -32,7 +32,6 @@ class Task:
     metric: Literal["accuracy", "psnr", ""] = ""  # beside the loss
     evaluated: int | None = None  # training samples, the first ones; None is all
     search_epochs: int | None = None  # of a trial in the search, if fewer
-    search_samples: int | None = None  # of the training data, the first ones, that a search has, if not all
     search_seeds: int = 1  # runs of a trial, which is judged by their mean
     loss_reduction: str = "mean"  # what the loss is divided by, as `consequent.attach` wants it
     splits: bool = False  # every seed has its own training and test samples
@@ -76,7 +75,6 @@ class Task:
             "evaluations": self.evaluations,
             "search_epochs": self.search_epochs,
             "settings_from": self.settings_from,
-            **({} if self.search_samples is None else {"search_samples": self.search_samples}),
             **({} if self.search_seeds == 1 else {"search_seeds": self.search_seeds}),
         }
 

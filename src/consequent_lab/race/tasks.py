@@ -98,8 +98,7 @@ def resnet(augmented: bool) -> Task:
         batch_size=128,
         epochs=100,
         evaluations=50,
-        search_epochs=24,
-        search_samples=20_000,
+        search_epochs=20,  # on all images: of fewer images a search learns to prefer more decay
         augment=crop_and_flip,
         searches_decay=True,
         starts=RESNET_STARTS,
@@ -117,7 +116,6 @@ def resnet(augmented: bool) -> Task:
         epochs=30,
         evaluations=60,
         search_epochs=None,
-        search_samples=None,
         augment=None,
         searches_decay=False,
     )
@@ -323,7 +321,6 @@ def tiny_form(task: Task) -> Task:
         epochs=2,
         evaluations=2,
         search_epochs=None,
-        search_samples=None,
         settings_from=None if task.settings_from is None else f"{task.settings_from}-tiny",
     )
 

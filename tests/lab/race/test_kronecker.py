@@ -45,14 +45,20 @@ def test_foof_is_its_formula():
     torch.testing.assert_close(change, -LR * NESTEROV * expected)
 
 
-def test_foof_is_the_averaged_mode_of_nesterov():
+def test_foof_is_the_averaged_mode_of_nesterov_once_the_first_batch_is_forgotten():
+    """FOOF's average begins with the first batch alone; ours does so if it takes that for many."""
     torch.manual_seed(0)
     ours, theirs = (nn.Sequential(nn.Linear(20, 9), nn.Tanh(), nn.Linear(9, 2)).double() for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
     optimizer = torch.optim.SGD(ours.parameters(), lr=LR, momentum=0.9, nesterov=True)
-    consequent.attach(optimizer, ours, averaging=AVERAGING, damping=0.3 * SAMPLES, bound=None)
+    correction = consequent.attach(optimizer, ours, averaging=AVERAGING, damping=0.3 * SAMPLES, bound=None)
     other = FOOF(theirs, LR, 0.3)
-    for _ in range(4):
+    for step in range(4):
+        if step == 1:
+            state = correction.state_dict()
+            for average in state["averages"].values():
+                average["rows"] = SAMPLES / (1 - AVERAGING)
+            correction.load_state_dict(state)
         inputs = torch.randn(SAMPLES, 20, dtype=torch.float64)
         for model, its in ((ours, optimizer), (theirs, other)):
             its.zero_grad()
