@@ -46,6 +46,7 @@ class Run(Learner):
         self._steps = steps
         device = data.train.device
         self.wants_graph = graph and contestant.graphs and device.type == "cuda"
+        torch.backends.cudnn.benchmark = True  # shapes stay the same: the fastest convolutions, for all contestants
         model = first_model(seed, partial(task.model, contestant.variant)).to(device)
         optimizers = contestant.make(model, settings, task, self.wants_graph)
         super().__init__(
