@@ -87,8 +87,8 @@ def rows(results: Results) -> list[Row]:
         if not finals:
             continue
         times: dict[str, dict[str, float]] = next(
-            (line["milliseconds"] for line in reversed(results.of_kind("time", name))), {}
-        )
+            (line["milliseconds"] for line in results.of_kind("time", name)), {}
+        )  # the first ones: those of a later day were timed beside others
         cells = []
         for measure in (results.task.measure, *results.task.reported):
             spread = spread_of(measure, finals)

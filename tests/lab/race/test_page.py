@@ -1,5 +1,6 @@
 """docs/race.md says what results/race has."""
 
+import json
 import re
 import statistics
 from dataclasses import replace
@@ -7,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import resnet20_tables
 from consequent.maths.damping import DEFAULT
 from consequent_lab import cli
 from consequent_lab.race.contestants import CONTESTANTS
@@ -36,7 +36,7 @@ FIRST_ON_TABLES = {
     "digits": "C-AdamW",
 }
 CORRECTED_MUON = ("C-Muon", "Newton-Muon")
-NUMBERS = {"twelve": 12, "thirteen": 13, "fourteen": 14, "fifteen": 15}
+NUMBERS = {"sixteen": 16, "seventeen": 17, "eighteen": 18}
 
 
 def test_every_file_of_results_has_its_table_on_the_page():
@@ -53,8 +53,6 @@ def test_what_is_done_is_what_the_page_says():
     (count, tasks) = re.search(r"\[(\w+) of the (\d+) tasks have results\]", TEXT).groups()
     assert sum(bool(results.lines) for results, _ in STATES) == NUMBERS[count]
     assert len(STATES) == int(tasks)
-    begun = {results.task.name.split("-")[0] for results, _ in STATES if results.lines}
-    assert not begun & {"resnet20", "gpt"}
 
 
 def outcome(results, measure):
@@ -86,7 +84,7 @@ def test_the_result_of_each_task_is_that_of_its_table():
                 measures.append(Best("test_accuracy", rising=True))
             for measure in measures:
                 assert outcome(results, measure) in lines.pop(0)
-    assert all("ResNet-20" in line for line in lines)  # explored, not raced
+    assert not lines
 
 
 @pytest.mark.parametrize("words", [[], ["times"]])
@@ -221,42 +219,94 @@ def test_pairs_of_tables_are_those_in_the_results():
         assert min(medians, key=medians.get) == FIRST_ON_TABLES[name]
 
 
-def earlier(lines):
-    """The held-out accuracy of the first run with BatchNorm."""
-    return next(line for line in lines if line["contestant"] == "Nesterov-BN")["curve"][-1]["test_accuracy"]
+def ends(task):
+    """The median of a task's measure for each contestant that has finals."""
+    results = Results.of(TASKS[task], RACE.output)
+    found = {name: results.finals(name) for name in results.task.contestants}
+    return {name: spread_of(results.task.measure, finals).median for name, finals in found.items() if finals}
 
 
-def test_what_was_explored_is_in_its_file():
-    lines = resnet20_tables.read(ROOT / "results" / "resnet20-exploration.jsonl")
-    for table in resnet20_tables.tables(lines):
-        assert f"\n\n{table}\n\n" in PAGE
-    long = resnet20_tables.runs_of(lines, whole=True, epochs=60, images=50_000)
-    settings = {"lr": 0.3, "relative_damping": 0.1, "decay": 1e-3}
-    ours = [line["curve"][-1]["test_accuracy"] for line in long if line["settings"] == settings]
-    theirs = [line["curve"][-1]["test_accuracy"] for line in long if line["contestant"] == "Nesterov-BN"]
-    assert (len(ours), len(theirs)) == (3, 2)
-    assert min(ours) > max(theirs)
-    medians = [f"{100 * statistics.median(found):.4g}" for found in (ours, theirs)]
-    assert "C-Nesterov without BatchNorm {} % | Nesterov with BatchNorm {} %".format(*medians) in TEXT
-    assert f"[{medians[0]} % after 60]" in TEXT
-    assert round(91.25 - 100 * max(ours), 2) == 0.02
-    zero, tenth, same = (
-        100 * line["curve"][-1]["test_accuracy"]
+N = r"(\d+(?:\.\d+)?)"  # a number, without the full stop of its sentence
+
+
+def percent(values):
+    return [f"{100 * value:.4g}" for value in sorted(values)]
+
+
+def test_what_is_said_of_resnet20_is_in_its_files():
+    results = Results.of(TASKS["resnet20-cifar10"], RACE.output)
+    ours, theirs = (spread_of(results.task.measure, results.finals(name)) for name in ("C-Nesterov", "Nesterov-BN"))
+    assert f"[{100 * ours.median:.4g} % after 100]" in TEXT
+    assert f"ends {100 * (theirs.median - ours.median):.2g} points below" in TEXT
+    assert len(ours.values) == len(theirs.values) == 3
+    assert max(ours.values) < min(theirs.values)
+    assert sum(value >= 0.9125 for value in theirs.values) == 1
+    assert {len(results.trials(name)) for name in ("C-Nesterov", "Nesterov-BN")} == {12}
+    assert {results.best(name)["number"] for name in ("C-Nesterov", "Nesterov-BN")} == {0}
+
+    path = ROOT / "results" / "resnet20-exploration.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    settings = results.best("C-Nesterov")["settings"]
+    long = [line for line in lines if line["whole"] and line["epochs"] == 60 and line.get("half")]
+    shorter = {
+        name: [line["curve"][-1]["test_accuracy"] for line in long if (line["contestant"], line["settings"]) == key]
+        for name, key in {
+            "C-": ("C-Nesterov", settings),
+            "BN": ("Nesterov-BN", results.best("Nesterov-BN")["settings"]),
+        }.items()
+    }
+    said = re.search(
+        rf"ended at {N} % \({N}, {N}, {N}\), and with BatchNorm at {N} % \({N}, {N}\)\. "
+        rf"So BatchNorm gains {N} points from 60 to 100 epochs, the other {N}",
+        TEXT,
+    ).groups()
+    medians = {name: statistics.median(found) for name, found in shorter.items()}
+    assert list(said[:7]) == [
+        *percent([medians["C-"]]),
+        *percent(shorter["C-"]),
+        *percent([medians["BN"]]),
+        *percent(shorter["BN"]),
+    ]
+    gains = [100 * (theirs.median - medians["BN"]), 100 * (ours.median - medians["C-"])]
+    assert [float(number) for number in said[7:]] == pytest.approx(gains, abs=0.005)
+
+    short = [line for line in lines if line["epochs"] == 10 and line.get("half") and not line["whole"]]
+    with_start = {
+        start: 100 * line["curve"][-1]["test_accuracy"]
         for start in ("zero", "tenth", "same")
-        for line in resnet20_tables.runs_of(lines, whole=False, epochs=10, images=18_000, start=start)
-        if line["settings"] == settings
-    )
+        for line in short
+        if line["start"] == start and line["settings"] == settings
+    }
     said = re.search(r"end at ([\d.]+) %; with a tenth [^;]* at ([\d.]+) %; with zeros only .*? at ([\d.]+) %", TEXT)
-    assert list(said.groups()) == [f"{accuracy:.4g}" for accuracy in (zero, tenth, same)]
-    assert f"in float32, ended at {100 * earlier(lines):.4g} %" in TEXT
-    tenths = [line for line in lines if line["start"] == "tenth" and line["epochs"] == 10]
-    assert sum(line["contestant"] == "C-Nesterov" for line in tenths) == 8
+    assert list(said.groups()) == [f"{accuracy:.4g}" for accuracy in with_start.values()]
+    decays = {
+        line["settings"]["decay"]: line["curve"][-1]["test_accuracy"]
+        for line in short
+        if line["start"] == "tenth" and line["settings"] == settings | {"decay": line["settings"]["decay"]}
+    }
+    assert f"{' % to '.join(percent([decays[2e-4], decays[2e-3]]))} % between decays" in TEXT
     with_zeros = [line["curve"][-1] for line in lines if line["whole"] and line["start"] == "zero"]
     assert f"and ended at {100 * max(end['test_accuracy'] for end in with_zeros):.1f} % at best" in TEXT
 
 
+def test_what_is_said_of_the_gpt_is_in_its_trials():
+    results = Results.of(TASKS["gpt-bytes"], RACE.output)
+    said = re.search(
+        r"after ([\d,]+) steps, two epochs, the test loss is ([\d.]+) with AdamW, \*\*([\d.]+) with C-AdamW\*\* and "
+        r"([\d.]+) with Muon .*? The best of AdamW's 12 trials has ([\d.]+), the best of Muon's first 5 ([\d.]+);",
+        TEXT,
+    ).groups()
+    firsts = [results.trials(name)[0] for name in ("AdamW", "C-AdamW", "Muon")]
+    assert {f"{line['steps']:,}" for line in firsts} == {said[0]}
+    best = [results.best(name)["score"] for name in ("AdamW", "Muon")]
+    assert list(said[1:]) == [f"{score:.3f}" for score in [*(line["score"] for line in firsts), *best]]
+    assert [len(results.trials(name)) for name in ("AdamW", "Muon")] == [12, 5]
+    _, *others = results.trials("C-AdamW")
+    assert {line["state"] for line in others} == {"pruned"}
+
+
 def milliseconds(results, name, how="eager"):
-    return results.of_kind("time", name)[-1]["milliseconds"][how]["median"]
+    return results.of_kind("time", name)[0]["milliseconds"][how]["median"]
 
 
 def test_costs_of_steps_are_those_that_were_measured():
@@ -285,13 +335,41 @@ def test_costs_of_steps_are_those_that_were_measured():
 def test_who_is_first_in_seconds():
     for batch in (32, 128):
         results = PERCEPTRONS[batch]
-        for how in ("eager", "graph"):
+        for how, first in (("eager", "FOOF"), ("graph", "C-SGD")):
             seconds = {
                 name: statistics.median(arrivals(results, name)) * milliseconds(results, name, how)
-                for name in ("C-Adam", "C-SGD", "C-Nesterov", "Muon")
-                if how in results.of_kind("time", name)[-1]["milliseconds"]
+                for name in ("C-Adam", "C-SGD", "C-Nesterov", "Muon", "FOOF")
+                if how in results.of_kind("time", name)[0]["milliseconds"]
             }
-            assert min(seconds, key=seconds.get) in ("C-Adam", "C-SGD")
+            assert min(seconds, key=seconds.get) == first
+    assert seconds["Muon"] / seconds["C-SGD"] == pytest.approx(3, abs=0.1)
+
+
+def test_what_was_timed_beside_foof_is_in_the_results():
+    said = re.search(
+        r"a step of FOOF took ([\d.]+) and ([\d.]+) ms there, of C-Adam ([\d.]+) and ([\d.]+), of C-SGD ([\d.]+) and "
+        r"([\d.]+)\. So FOOF arrived after ([\d.]+) and ([\d.]+) s, C-SGD after ([\d.]+) and ([\d.]+)\.",
+        TEXT,
+    ).groups()
+    races = [PERCEPTRONS[32], PERCEPTRONS[128]]
+    there = {
+        name: [results.of_kind("time", name)[-1]["milliseconds"]["eager"]["median"] for results in races]
+        for name in ("FOOF", "C-Adam", "C-SGD", "C-Nesterov-averaged")
+    }
+    assert list(said[:6]) == [f"{one:.2f}" for name in ("FOOF", "C-Adam", "C-SGD") for one in there[name]]
+    seconds = [
+        statistics.median(arrivals(results, name)) * one / 1e3
+        for name in ("FOOF", "C-SGD")
+        for results, one in zip(races, there[name], strict=True)
+    ]
+    assert [float(one) for one in said[6:]] == pytest.approx(seconds, rel=0.006)
+    ratios = [one / other for one, other in zip(there["C-Nesterov-averaged"], there["FOOF"], strict=True)]
+    assert f"a step takes 8 ms, {min(ratios):.1f} to {max(ratios):.1f} times one of FOOF" in TEXT
+    (steps,) = {statistics.median(arrivals(races[1], "C-Nesterov-averaged"))}
+    assert f"needs {steps:.0f} steps at 128" in TEXT
+    assert f"and {100 * (steps / 375 - 1):.0f} % behind in steps" in TEXT
+    assert len(races[1].finals("C-Nesterov-averaged")) == 4
+    assert races[1].best("C-Nesterov-averaged")["number"] == 0
 
 
 def test_what_is_said_of_foof_and_kfac_is_in_the_results():
@@ -320,18 +398,36 @@ def test_what_is_said_of_foof_and_kfac_is_in_the_results():
 
 def test_what_is_said_of_a_short_memory_of_squares():
     results = Results.of(TASKS["fourier-128-china"], RACE.output)
-    ends = {name: spread_of(results.task.measure, results.finals(name)).median for name in results.task.contestants}
-    ours = ends["C-Adam-0.95"]
+    pictures = ("china", "flower", "astronaut")
+    china, *others = fourier = [ends(f"fourier-128-{picture}") for picture in pictures]
+    ours = china["C-Adam-0.95"]
     said = re.search(
         r"ends (\d+) dB above C-Adam, and is then before C-Muon, behind SOAP by (\d+) dB and Muon by (\d+)\. "
-        r"Adam itself gains (\d+) dB",
+        r"Adam itself gains (\d+) dB.*? it gains (\d+) dB on 'flower' and (\d+) dB on 'astronaut'",
         TEXT,
     )
-    gains = (ours - ends["C-Adam"], ends["SOAP"] - ours, ends["Muon"] - ours, ends["Adam-0.95"] - ends["Adam"])
+    gains = [ours - china["C-Adam"], china["SOAP"] - ours, china["Muon"] - ours, china["Adam-0.95"] - china["Adam"]]
+    gains += [one["C-Adam-0.95"] - one["C-Adam"] for one in others]
     assert list(said.groups()) == [f"{gain:.0f}" for gain in gains]
-    assert ours > ends["C-Muon"]
-    assert f"with β₂ = 0.95 it is {ours - ends['Adam']:.0f} dB above Adam" in TEXT
-    assert f"and still {gains[1]:.0f} dB below SOAP" in TEXT
+    assert ours > china["C-Muon"]
+
+    def spread(races, one, other):
+        gaps = [race[one] - race[other] for race in races]
+        return f"{min(gaps):.0f} to {max(gaps):.0f} dB"
+
+    assert f"C-Adam is {spread(fourier, 'C-Adam', 'Adam')} above Adam" in TEXT
+    assert f"with β₂ = 0.95 it is {spread(fourier, 'C-Adam-0.95', 'Adam')} above Adam" in TEXT
+    assert f"and still {spread(fourier, 'SOAP', 'C-Adam-0.95')} below SOAP" in TEXT
+    sirens = [ends(f"siren-128-{picture}") for picture in pictures]
+    assert f"Adam itself gains {spread(sirens, 'Adam-0.95', 'Adam')}" in TEXT
+    assert f"C-Adam-0.95 is {spread(sirens, 'C-Adam', 'C-Adam-0.95')} below C-Adam" in TEXT
+    large = ends("siren-256-china")
+    assert (
+        "C-Adam {:.1f} dB, Adam {:.1f}, Muon {:.1f}".format(*(large[one] for one in ("C-Adam", "Adam", "Muon"))) in TEXT
+    )
+    assert f"C-Adam-0.95 is {large['C-Adam-0.95'] - large['Adam']:.0f} dB above both" in TEXT
+    assert large["Adam"] < large["C-Adam-0.95"] < large["SOAP"]
+    assert f"and Muon {large['Muon'] - large['Adam']:.0f} dB above both" in TEXT
     assert {line["device"] for name in ("C-Adam-0.95", "Adam-0.95") for line in results.finals(name)} == {"cpu"}
     page = " ".join((ROOT / "docs" / "defaults.md").read_text().split())
     assert f"with 0.95 it ended {gains[0]:.0f} dB higher" in page
