@@ -107,6 +107,8 @@ class Race:
         task = conditions.the_task()
         wanted = [word.strip() for word in self.contestants.split(",") if word.strip()]
         names = [contestant_named(word).name for word in wanted] or list(task.contestants)
+        for other in set(names) - set(task.contestants):
+            raise ValueError(f"{other} takes no part in {task.name}: there are {', '.join(task.contestants)}")
         results = Results.of(task, self.output)
         say = partial(screen.print, soft_wrap=True)
         if stage == "race":
