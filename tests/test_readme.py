@@ -4,6 +4,7 @@ import json
 import pathlib
 import re
 from collections import Counter
+from statistics import fmean
 from typing import get_args
 
 import pytest
@@ -375,29 +376,61 @@ def test_what_is_said_of_perceptrons_is_what_was_found():
     def thousands(numbers):
         return [round(int(number.replace(",", "")), -3) for number in numbers]
 
-    drops = measured_of(finding, "usually occurs earlier").measured
-    pairs = re.findall(r"(?:NF|CIFAR-\d+|MNIST) ([\d,]+) and ([\d,]+|not)", drops)
-    assert len(pairs) == 6
-    ours, theirs = thousands(mine for mine, _ in pairs), thousands(other for _, other in pairs if other != "not")
+    def by_setting(measured):
+        settings = r"((?:CIFAR-10|CIFAR-100|Fashion-MNIST)(?: NF)?) "
+        names, values = (re.split(settings, measured)[start::2] for start in (1, 2))
+        return dict(zip(names, values, strict=True))
+
+    def iterations(measured):
+        """All of them: one run's, or mean, earliest and latest."""
+        return thousands(re.findall(r"\d+,\d+", measured))
+
+    drops = by_setting(measured_of(finding, "usually occurs earlier").measured)
+    assert len(drops) == 6
+    both = [one.split(" and ") for one in drops.values()]
+    ours, theirs = ([place for pair in both for place in iterations(pair[which])] for which in (0, 1))
     (first, last, other) = thousands(
         re.search(r"loss comes at ([\d,]+) to ([\d,]+) iterations; SGD's own at ([\d,]+) or later", text).groups()
     )
     assert (min(ours), max(ours), min(theirs)) == (first, last, other)
-    crossed = measured_of(finding, "from the beginning").measured.split("from iteration:")[1].split(";")
-    crossed = [re.search(r" ([\d,]+|not in 100 epochs)\.?$", one).group(1) for one in crossed]
-    (early, late) = thousands(
-        re.search(r"five of six: from iteration ([\d,]+) on at the earliest, ([\d,]+) at the latest", text).groups()
-    )
-    places = thousands(place for place in crossed if "epochs" not in place)
-    assert (len(crossed), len(places), min(places), max(places)) == (6, 5, early, late)
+    seeds = Counter(row[0] for row in finding.tables[1].rows)
+    never = [name for name, pair in zip(drops, both, strict=True) if "not in 100 epochs" in pair[1]]
+    assert "in two of six (one seed each) not in 100 epochs" in text
+    assert [seeds[f"{name} SGD"] for name in never] == [1, 1]
 
-    table = finding.tables[1]
+    crossed = by_setting(measured_of(finding, "from the beginning").measured.split("from iteration:")[1])
+    (early, late) = thousands(
+        re.search(r"four of six: from iteration ([\d,]+) on at the earliest, ([\d,]+) at the latest", text).groups()
+    )
+    (count,) = re.findall(r"On CIFAR-10 NF it is in (\d of \d pairs of seeds), on Fashion-MNIST with inputs in", text)
+    assert crossed.pop("CIFAR-10 NF").startswith(f"in {count} (")
+    assert crossed.pop("Fashion-MNIST").startswith("not in 100 epochs")
+    places = [iterations(one) for one in crossed.values()]
+    assert (len(places), min(map(min, places)), max(map(max, places))) == (4, early, late)
+
+
+def test_test_accuracies_of_perceptrons_are_as_is_said():
+    text = prose("paper")
+    table = mlp.finding(ROOT / "results" / "paper").tables[1]
     column = table.columns.index("test accuracy")
-    accuracy = {row[0]: 100 * row[column] for row in table.rows}
-    lower = {name: accuracy[name.replace("C-SGD", "SGD")] - value for name, value in accuracy.items() if "C-" in name}
+    found = {}
+    for row in table.rows:
+        found.setdefault(row[0], []).append(100 * row[column])
+    counts = {name: len(values) for name, values in found.items()}
+    assert "three seeds on CIFAR-10, one on the others" in text
+    assert counts == {name: 3 if name.startswith("CIFAR-10 ") else 1 for name in counts}
+    mean = {name: fmean(values) for name, values in found.items()}
+    lower = {name: mean[name.replace("C-SGD", "SGD")] - value for name, value in mean.items() if "C-" in name}
     assert max(abs(gap) for name, gap in lower.items() if " NF " not in name) < 0.6
     (said,) = re.findall(r"up to ([\d.]+) points lower with normalised features", text)
     assert max(gap for name, gap in lower.items() if " NF " in name) == within_rounding(said)
+    ranges = re.findall(
+        r"\((CIFAR-10(?: NF)?): ([\d.]+) %.*?, ([\d.]+) to ([\d.]+).*?; SGD ([\d.]+), ([\d.]+) to ([\d.]+)", text
+    )
+    assert [name for name, *_ in ranges] == ["CIFAR-10", "CIFAR-10 NF"]
+    for name, *numbers in ranges:
+        expected = [of(found[f"{name} {label}"]) for label in ("C-SGD", "SGD") for of in (fmean, min, max)]
+        assert expected == [within_rounding(number) for number in numbers]
 
 
 def test_how_many_statements_hold_is_what_was_found():

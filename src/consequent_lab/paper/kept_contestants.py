@@ -1,7 +1,7 @@
 """A contestant with all that is kept of it: its search, its runs at the chosen rate, its seconds per iteration."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -17,6 +17,8 @@ from consequent_lab.paper.rates import Chosen, Searched, variant_at
 from consequent_lab.paper.recipes import Contestant, Race
 
 WARM_UP = 0.25  # of the timed iterations
+
+Places = Sequence[float | None]  # iterations, or seconds, at which something happens, of every run; None: it does not
 
 
 @dataclass(frozen=True)
@@ -118,12 +120,6 @@ def seconds_of(run: KeptRun) -> float:
 # ---- over seeds --------------------------------------------------------------------------------------------------
 
 
-def mean_of(curves: Iterable[Curve], measure: Callable[[Curve], float | None]) -> float | None:
-    """Returns the mean of a measure over curves; None if there is no curve, or one has no such measure."""
-    values = [measure(curve) for curve in curves]
-    return fmean(value for value in values if value is not None) if values and None not in values else None
-
-
 def lowered(
     one: KeptContestant,
     other: KeptContestant,
@@ -149,6 +145,32 @@ def all_above(values: Sequence[float], limit: float = 0.0) -> bool | None:
     return all(value > limit for value in values) if values else None
 
 
+def all_below(values: Sequence[float], others: Sequence[float]) -> bool | None:
+    """Returns whether every value is below every other one; None if there are none."""
+    return max(values) < min(others) if values and others else None
+
+
+def all_earlier(places: Places, others: Places) -> bool | None:
+    """Returns whether every run is there before every other one; None if there are none."""
+    return all_below(late_if_never(places), late_if_never(others))
+
+
+def late_if_never(places: Places) -> list[float]:
+    """Returns the places, infinity for those of runs that do not get there."""
+    return [math.inf if place is None else place for place in places]
+
+
+def decades(values: Sequence[float]) -> str:
+    """Returns mean and range of decades, of pairs of runs.
+
+    >>> decades([0.5, 0.7]), decades([0.5]), decades([])
+    ('+0.60 (+0.50 to +0.70 over 2 pairs of seeds)', '+0.50', 'not measured')
+    """
+    if len(values) < 2:
+        return f"{values[0]:+.2f}" if values else "not measured"
+    return f"{fmean(values):+.2f} ({min(values):+.2f} to {max(values):+.2f} over {len(values)} pairs of seeds)"
+
+
 def spread(
     values: Sequence[float | None],
     form: str = ",.0f",
@@ -168,16 +190,18 @@ def spread(
 
     >>> spread([1000, 3000]), spread([1000, 3000], counted=False), spread([5.0]), spread([])
     ('2,000 (1,000–3,000; 2 seeds)', '2,000 (1,000–3,000)', '5', 'not measured')
-    >>> spread([1.0, None]), spread([None, None], within=10_000)
-    ('not in all seeds (1 of 2)', 'not within 10,000')
+    >>> spread([1000, 3000, None]), spread([5.0, None]), spread([None, None], within=10_000)
+    ('in 2 of 3 seeds (1,000–3,000)', 'in 1 of 2 seeds (5)', 'not within 10,000')
     """
     known = [value for value in values if value is not None]
     if not values:
         return "not measured"
-    if len(known) < len(values):
-        never = "none" if within is None else f"not within {within:,.0f}"
-        return never if not known else f"not in all {of} ({len(known)} of {len(values)})"
+    if not known:
+        return "none" if within is None else f"not within {within:,.0f}"
+    ends = "–".join(format(value, form) for value in (min(known), max(known))[: len(known)])
+    if len(known) < len(values):  # a mean of those alone would look better than the runs were
+        return f"in {len(known)} of {len(values)} {of} ({ends})"
     if len(known) == 1:
-        return format(known[0], form)
+        return ends
     count = f"; {len(known)} {of}" if counted else ""
-    return f"{fmean(known):{form}} ({min(known):{form}}–{max(known):{form}}{count})"
+    return f"{fmean(known):{form}} ({ends}{count})"

@@ -1,13 +1,23 @@
 """The paper's third experiment: a deep perceptron on three data sets, SGD against C-SGD."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from consequent_lab.paper.findings import Axis, Figure, Finding, Statement
-from consequent_lab.paper.kept_contestants import KeptContestant, kept_race, lowered, mean_of
+from consequent_lab.paper.kept_contestants import (
+    KeptContestant,
+    Places,
+    all_below,
+    all_earlier,
+    decades,
+    kept_race,
+    lowered,
+    spread,
+)
 from consequent_lab.paper.measures import EPOCHS_OF_A_DROP, apart, crossing, roughness, sharp_drop
 from consequent_lab.paper.race_finding import circumstances, curve_panels, race_finding, search_figure, seconds_note
 from consequent_lab.paper.rates import Search
@@ -15,6 +25,7 @@ from consequent_lab.paper.recipes import Contestant, Race
 from consequent_lab.paper.statements import Found, Outcome, judged, statement_rows
 from consequent_lab.train_config import TrainConfig
 
+T = TypeVar("T")
 Dataset = Literal["digits", "cifar10", "cifar100", "fashion-mnist"]
 Normalisation = Literal["unit", "features"]
 
@@ -22,6 +33,7 @@ NAME = "mlp"
 TITLES = {"digits": "Digits", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "fashion-mnist": "Fashion-MNIST"}
 DATASETS: tuple[Dataset, ...] = ("cifar10", "cifar100", "fashion-mnist")
 NORMALISATIONS: tuple[Normalisation, ...] = ("unit", "features")
+SEEDS = {"cifar10": (0, 1, 2)}  # of the others one
 DAMPING = {"unit": 1e-3, "features": 1e-2}
 BEGINNING = 5  # epochs
 COMPETITIVE = -0.05  # decades of loss at equal seconds: no more than about a tenth above
@@ -47,6 +59,7 @@ def race(quick: bool = False) -> Race:
             variant_of(dataset, normalisation, label),
             label,
             _config(dataset, normalisation, label, quick),
+            SEEDS.get(dataset, (0,)),
             setting=title_of(dataset, normalisation),
             timed_with=variant_of(dataset, NORMALISATIONS[0], label),
         )
@@ -111,7 +124,7 @@ def finding(*runs: Path) -> Finding:
         "Fully connected networks",
         "Eight hidden layers with ReLU, Kaiming's initialisation, mini-batches of 32; SGD against C-SGD on three sets, "
         "with inputs in [0, 1] (λ = 0.001) and with normalised features (NF, λ = 0.01). The loss is of the full "
-        "training set, after every epoch. One seed.",
+        f"training set, after every epoch. {_seeds_note(in_order)}",
         (kept, in_order),
         [_figure(panels, in_order), search_figure(f"{NAME}-search", kept, panels)],
         lambda: statements(kept, cells),
@@ -138,28 +151,29 @@ def ahead_at_first(one: KeptContestant, other: KeptContestant) -> bool | None:
     return all(wins) if wins else None
 
 
-def unsteadiness(one: KeptContestant) -> float | None:
-    """Returns the mean rise of the loss from one epoch to the next, in decades; falls count as 0."""
-    return mean_of(one.curves("train_loss"), lambda curve: roughness([loss for _, loss in curve]))
+def unsteadiness(one: KeptContestant) -> list[float]:
+    """Returns the mean rise of the loss from one epoch to the next, in decades, for every run; falls count as 0."""
+    return [roughness([loss for _, loss in curve]) for curve in one.curves("train_loss")]
 
 
-def drop_of(one: KeptContestant) -> float | None:
-    """Returns the iteration of the sharp drop; None if one run has none."""
-    return mean_of(one.curves("train_loss"), sharp_drop)
+def drops(one: KeptContestant) -> Places:
+    """Returns the iteration of the sharp drop of every run; nothing if one is too short to have one."""
+    curves = one.curves("train_loss")
+    return [sharp_drop(curve) for curve in curves] if min(map(len, curves), default=0) >= 2 * EPOCHS_OF_A_DROP else []
 
 
-def gain(one: KeptContestant, other: KeptContestant, by: str = "iteration") -> float | None:
-    """Returns by how many decades the loss is lower on average, at equal iterations or seconds."""
-    return _mean(lowered(one, other, by, "train_loss"))
+def gains(one: KeptContestant, other: KeptContestant, by: str = "iteration") -> list[float]:
+    """Returns by how many decades the loss is lower on average, at equal iterations or seconds, for every pair."""
+    return lowered(one, other, by, "train_loss")
 
 
 def loss_dependence(unit: KeptContestant, features: KeptContestant) -> float | None:
-    """Returns how far apart the losses are with the two normalisations, in decades, on average over the epochs."""
+    """Returns how far apart the losses are with the two normalisations, in decades, over epochs and pairs of runs."""
     return _mean(lowered(unit, features, quantity="train_loss", measure=lambda a, b: apart(a[1:], b[1:])))
 
 
 def accuracy_dependence(unit: KeptContestant, features: KeptContestant) -> float | None:
-    """Returns by how many points the last test accuracies differ with the two normalisations."""
+    """Returns by how many points the means of the last test accuracies differ with the two normalisations."""
     first, second = (
         _mean([value for run in one.runs if (value := run.last("test_accuracy")) is not None])
         for one in (unit, features)
@@ -181,21 +195,18 @@ def statements(race: Race, cells: Cells) -> list[Statement]:
 
 
 def _from_the_beginning(cells: Cells) -> Found:
-    crossed = {
-        cell: _iteration(_mean(lowered(some["SGD"], some["C-SGD"], quantity="train_loss", measure=crossing)))
-        for cell, some in cells.items()
-        if some["SGD"].runs and some["C-SGD"].runs
-    }
-    text = _by_cell(_gains(cells), "{:+.2f}".format, "Decades of loss below SGD's, on average over the run: ")
-    if crossed:
-        text += _by_cell(crossed, str, " In the end SGD's is lower, from iteration: ")
+    curves = {cell: [some[label].curves("train_loss") for label in ("SGD", "C-SGD")] for cell, some in cells.items()}
+    crossed = {cell: [crossing(*pair) for pair in product(*both)] for cell, both in curves.items()}
+    text = _by_cell(_gains(cells), decades, "Decades of loss below SGD's, on average over the run: ")
+    text += _by_cell(crossed, partial(_places, of="pairs of seeds"), " In the end SGD's is lower, from iteration: ")
     return text, [ahead_at_first(some["C-SGD"], some["SGD"]) for some in cells.values()]
 
 
 def _steadier(cells: Cells) -> Found:
-    pairs = {cell: (unsteadiness(some["C-SGD"]), unsteadiness(some["SGD"])) for cell, some in cells.items()}
-    shown = _by_cell(pairs, lambda pair: f"{pair[0]:.4f} and {pair[1]:.4f}", "C-SGD and SGD: ")
-    return shown, [_less(*pair) for pair in pairs.values()]
+    pairs = _pairs(cells, unsteadiness)
+    return _by_cell(pairs, _both(partial(spread, form=".4f")), "C-SGD and SGD: "), [
+        all_below(*pair) if pair else None for pair in pairs.values()
+    ]
 
 
 def _less_dependent(cells: Cells) -> Found:
@@ -211,49 +222,34 @@ def _less_dependent(cells: Cells) -> Found:
     return f"C-SGD and SGD: {'; '.join(shown)}.", parts
 
 
-def _drops(cells: Cells) -> dict[Cell, tuple[float | None, float | None] | None]:
-    """Returns the drops of C-SGD and SGD, or None where runs are missing or too short to have one."""
-    found: dict[Cell, tuple[float | None, float | None] | None] = {}
-    for cell, some in cells.items():
-        curves = [curve for one in some.values() for curve in one.curves("train_loss")]
-        known = all(one.runs for one in some.values()) and min(map(len, curves)) >= 2 * EPOCHS_OF_A_DROP
-        found[cell] = (drop_of(some["C-SGD"]), drop_of(some["SGD"])) if known else None
-    return found
-
-
 def _both_drop(cells: Cells) -> Found:
-    drops = _drops(cells)
-    counted = [pair for pair in drops.values() if pair is not None]
-    ours, plain = (sum(pair[which] is not None for pair in counted) for which in (0, 1))
-    return f"C-SGD has one in {ours}, SGD in {plain} of {len(counted)}.", [
-        None if pair is None else pair[which] is not None for which in (0, 1) for pair in drops.values()
-    ]
+    pairs = _pairs(cells, drops)
+    ours, plain = ([None if not pair else None not in pair[which] for pair in pairs.values()] for which in (0, 1))
+    counted = sum(map(bool, pairs.values()))
+    return f"C-SGD has one in {ours.count(True)}, SGD in {plain.count(True)} of {counted}.", [*ours, *plain]
 
 
 def _earlier_drop(cells: Cells) -> Found:
-    drops = _drops(cells)
-    shown = {cell: None if pair is None else " and ".join(map(_iteration, pair)) for cell, pair in drops.items()}
-    return _by_cell(shown, str, "Iterations, C-SGD and SGD: "), [
-        None if pair is None else pair[0] is not None and (pair[1] is None or pair[0] < pair[1])
-        for pair in drops.values()
+    pairs = _pairs(cells, drops)
+    return _by_cell(pairs, _both(_places), "Iterations, C-SGD and SGD: "), [
+        all_earlier(*pair) if pair else None for pair in pairs.values()
     ]
 
 
 def _in_time(is_good: Callable[[float], bool]) -> Callable[[Cells], Found]:
-    """Returns what judges the decades of loss below SGD's at equal seconds."""
+    """Returns what judges the decades of loss below SGD's at equal seconds, of every pair of runs."""
 
     def measured(cells: Cells) -> Found:
-        gains = _gains(cells, "seconds")
-        parts = [None if value is None else is_good(value) for value in gains.values()]
-        return _by_cell(gains, "{:+.2f}".format), parts
+        found = _gains(cells, "seconds")
+        return _by_cell(found, decades), [all(map(is_good, values)) if values else None for values in found.values()]
 
     return measured
 
 
 def _cifar100_drops_faster(cells: Cells) -> Found:
-    drops = {cell: drop_of(some["C-SGD"]) for cell, some in cells.items()}
-    return _by_cell(drops, "{:,.0f}".format, "Iterations: "), [
-        _less(drops.get(("cifar100", normalisation)), drops.get(("cifar10", normalisation)))
+    found = {cell: drops(some["C-SGD"]) for cell, some in cells.items()}
+    return _by_cell(found, _places, "Iterations: "), [
+        all_earlier(found.get(("cifar100", normalisation), []), found.get(("cifar10", normalisation), []))
         for normalisation in NORMALISATIONS
     ]
 
@@ -262,9 +258,9 @@ def _normalising_helps_neither(cells: Cells) -> Found:
     if not cells:
         return "", [None]
     unit, features = cells["cifar100", "unit"], cells["cifar100", "features"]
-    helped = {label: gain(features[label], unit[label]) for label in ("C-SGD", "SGD")}
-    shown = [f"{label} {value:+.2f}" for label, value in helped.items() if value is not None]
-    return f"{', '.join(shown)}.", [None if value is None else value <= HELPS for value in helped.values()]
+    helped = {label: gains(features[label], unit[label]) for label in ("C-SGD", "SGD")}
+    shown = [f"{label} {decades(values)}" for label, values in helped.items() if values]
+    return f"{', '.join(shown)}.", [max(values) <= HELPS if values else None for values in helped.values()]
 
 
 MEASURED: dict[str, Callable[[Cells], Found]] = {
@@ -281,9 +277,15 @@ MEASURED: dict[str, Callable[[Cells], Found]] = {
 }
 
 
-def _gains(cells: Cells, by: str = "iteration") -> dict[Cell, float | None]:
+def _gains(cells: Cells, by: str = "iteration") -> dict[Cell, list[float]]:
     """Returns by how many decades C-SGD's loss is below SGD's."""
-    return {cell: gain(some["C-SGD"], some["SGD"], by) for cell, some in cells.items()}
+    return {cell: gains(some["C-SGD"], some["SGD"], by) for cell, some in cells.items()}
+
+
+def _pairs(cells: Cells, measure: Callable[[KeptContestant], Sequence[T]]) -> dict[Cell, list[Sequence[T]]]:
+    """Returns what is measured of C-SGD and SGD, or nothing where one of them has nothing."""
+    found = {cell: [measure(some[label]) for label in ("C-SGD", "SGD")] for cell, some in cells.items()}
+    return {cell: pair if all(pair) else [] for cell, pair in found.items()}
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -294,17 +296,26 @@ def _less(mine: float | None, yours: float | None) -> bool | None:
     return None if mine is None or yours is None else mine < yours
 
 
-def _iteration(iteration: float | None) -> str:
-    return "not in 100 epochs" if iteration is None else f"{iteration:,.0f}"
+def _places(places: Places, of: str = "seeds") -> str:
+    return spread(places, of=of) if any(places) else "not in 100 epochs"
 
 
-def _by_cell(values: Mapping[Cell, object], form: Callable[..., str], opening: str = "") -> str:
-    shown = [
-        f"{title_of(*cell)} {form(value)}"
-        for cell, value in values.items()
-        if value is not None and not (isinstance(value, tuple) and None in value)
-    ]
+def _both(form: Callable[[Any], str]) -> Callable[[Sequence[Any]], str]:
+    """Returns how two are written."""
+    return lambda pair: " and ".join(map(form, pair))
+
+
+def _by_cell(values: Mapping[Cell, Sequence[Any]], form: Callable[[Any], str], opening: str = "") -> str:
+    shown = [f"{title_of(*cell)} {form(value)}" for cell, value in values.items() if value]
     return f"{opening}{'; '.join(shown)}."
+
+
+def _seeds_note(contestants: Iterable[KeptContestant]) -> str:
+    counts: dict[str, set[int]] = {}
+    for one in contestants:
+        counts.setdefault(TITLES[one.contestant.config.dataset], set()).add(len(one.runs))
+    shown = [f"{title} {' or '.join(map(str, sorted(some)))}" for title, some in counts.items()]
+    return f"Seeds: {', '.join(shown)}."
 
 
 # ---- figures -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,17 @@ from typing import Any
 from consequent_lab.kept_runs import KeptRun, TrainedRun
 from consequent_lab.models import resnet20
 from consequent_lab.paper.findings import Statement
-from consequent_lab.paper.kept_contestants import KeptContestant, all_above, lowered, spread
+from consequent_lab.paper.kept_contestants import (
+    KeptContestant,
+    Places,
+    all_above,
+    all_below,
+    all_earlier,
+    decades,
+    late_if_never,
+    lowered,
+    spread,
+)
 from consequent_lab.paper.measures import (
     about,
     advantage,
@@ -56,8 +66,6 @@ RULES: dict[str, Callable[[list[float]], bool | None]] = {
     "at most 0": lambda values: max(values) <= 0 if values else None,
     "below 0": lambda values: max(values) < 0 if values else None,
 }
-
-Times = Sequence[float | None]  # seconds until an accuracy, of every seed; None: not in time
 
 
 # ---- measures of runs --------------------------------------------------------------------------------------------
@@ -150,13 +158,13 @@ class Judge:
             return result
         by = "seconds" if row.get("timed") else "iteration"
         gains = {(one, two): lowered(self._kept[one], self._kept[two], by) for one, two in row["pairs"]}
-        shown = [f"{one} below {two} {_range(values)}" for (one, two), values in gains.items() if values]
+        shown = [f"{one} below {two} {decades(values)}" for (one, two), values in gains.items() if values]
         return f"{'; '.join(shown)}.", [RULES[row.get("holds", "above 0")](values) for values in gains.values()]
 
     def _c_adam_changes_nothing(self) -> Found:
         gaps = lowered(self._kept["C-Adam"], self._kept["Adam"], measure=apart)
         mean = lowered(self._kept["C-Adam"], self._kept["Adam"])
-        return f"{_range(gaps)}; with their signs {_range(mean)}.", [
+        return f"{decades(gaps)}; with their signs {decades(mean)}.", [
             all(gap <= CHANGES_LITTLE for gap in gaps) if gaps else None
         ]
 
@@ -199,7 +207,7 @@ class Judge:
         text = (
             f"{spread(won, '.1f', 'pairs of seeds')} epochs. From iteration "
             f"{spread(until, of='pairs of seeds', within=EQUAL_WINDOW)} on it stays below, as far as {EQUAL_WINDOW:,}. "
-            f"A mean until {CROSSING_AT:,}, which hides this: {_range(mean)} decades below."
+            f"A mean until {CROSSING_AT:,}, which hides this: {decades(mean)} decades below."
         )
         return text, [all_above(won, BEGINNING / 2)]
 
@@ -208,7 +216,7 @@ class Judge:
             label: [roughness([loss for _, loss in curve]) for curve in self._kept[label].curves("epoch_loss")]
             for label in ("C-SGD", "SGD-BN")
         }
-        return f"{_spreads(rough, '.4f', '; ')}.", [_all_below(*rough.values())]
+        return f"{_spreads(rough, '.4f', '; ')}.", [all_below(*rough.values())]
 
     def _crosses_late(self) -> Found:
         smooth = {
@@ -259,19 +267,19 @@ class Judge:
         times = self._seconds(("C-SGD", "SGD-BN"), HIGH_ACCURACY)
         if not all(times.values()):
             return "", [None]
-        mine, yours = (fmean(_late_if_never(values)) for values in times.values())
+        mine, yours = (fmean(late_if_never(values)) for values in times.values())
         equal = None if mine == yours == math.inf else 1 / ABOUT_EQUAL <= mine / yours <= ABOUT_EQUAL
         return self._shown_times(times, HIGH_ACCURACY), [equal]
 
     def _nesterov_wins_in_time(self) -> Found:
         times = self._seconds(("C-Nesterov", "Nesterov-BN"), HIGH_ACCURACY)
-        return self._shown_times(times, HIGH_ACCURACY), [_earlier(*times.values())]
+        return self._shown_times(times, HIGH_ACCURACY), [all_earlier(*times.values())]
 
     def _highest_accuracies_in_less_time(self) -> Found:
         labels = ("C-SGD", "C-Nesterov", "SGD-BN", "Nesterov-BN", "Adam-BN")
         times = self._seconds(labels, ALL_CORRECT)
         others = [value for label in labels[2:] for value in times[label]]
-        earlier = [_earlier(times[label], others) for label in labels[:2]]
+        earlier = [all_earlier(times[label], others) for label in labels[:2]]
         return self._shown_times(times, ALL_CORRECT) + " Test accuracy: below.", [*earlier, self._generalises_best()]
 
     def _generalises_best(self) -> bool | None:
@@ -285,16 +293,16 @@ class Judge:
         labels = ("C-SGD", "SGD-BN")
         common = min(self._iterations(label) for label in labels)
         totals = {label: [forgotten(run, until=common) for run in self._kept[label].runs] for label in labels}
-        return f"In {common:,} iterations: {_spreads(totals)}.", [_all_below(*totals.values())]
+        return f"In {common:,} iterations: {_spreads(totals)}.", [all_below(*totals.values())]
 
     def _iterations(self, label: str) -> int:
         """How long the shortest run of a contestant is."""
         return min((run.outcome["iteration"] for run in self._kept[label].runs), default=0)
 
-    def _seconds(self, labels: Sequence[str], level: float) -> dict[str, Times]:
+    def _seconds(self, labels: Sequence[str], level: float) -> dict[str, Places]:
         return {label: seconds_to(self._kept[label], level) for label in labels}
 
-    def _shown_times(self, times: dict[str, Times], level: float) -> str:
+    def _shown_times(self, times: dict[str, Places], level: float) -> str:
         shown = [
             f"{label} {spread(values, ',.1f') if any(values) else f'not within {self._iterations(label):,} iterations'}"
             for label, values in times.items()
@@ -303,28 +311,5 @@ class Judge:
         return f"Seconds until {100 * level:g} %: {'; '.join(shown)}."
 
 
-def _late_if_never(times: Times) -> list[float]:
-    return [math.inf if value is None else value for value in times]
-
-
-def _earlier(times: Times, others: Times) -> bool | None:
-    return _all_below(_late_if_never(times), _late_if_never(others))
-
-
-def _all_below(values: Sequence[float], others: Sequence[float]) -> bool | None:
-    return max(values) < min(others) if values and others else None
-
-
 def _spreads(values: dict[str, list[float]], form: str = ",.0f", between: str = ", ") -> str:
     return between.join(f"{label} {spread(some, form)}" for label, some in values.items())
-
-
-def _range(values: Sequence[float]) -> str:
-    """Returns mean and range of decades.
-
-    >>> _range([0.5, 0.7]), _range([0.5]), _range([])
-    ('+0.60 (+0.50 to +0.70 over 2 pairs of seeds)', '+0.50', 'not measured')
-    """
-    if len(values) < 2:
-        return f"{values[0]:+.2f}" if values else "not measured"
-    return f"{fmean(values):+.2f} ({min(values):+.2f} to {max(values):+.2f} over {len(values)} pairs of seeds)"

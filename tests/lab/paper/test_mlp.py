@@ -1,12 +1,17 @@
 """Verdicts on the perceptrons, from both sides of their thresholds."""
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 from synthetic import contestant, kept, metric_lines
 from synthetic import verdict as verdict_among
 
-from consequent_lab.paper.mlp import race, statements
+from consequent_lab.paper.archive import Archive
+from consequent_lab.paper.mlp import finding, race, statements
+from consequent_lab.paper.recipes import STEPS
+
+KEPT = Path(__file__).parents[3] / "results" / "paper"
 
 DATASETS = ("cifar10", "cifar100", "fashion-mnist")
 NORMALISATIONS = ("unit", "features")
@@ -33,6 +38,12 @@ def cells(sgd=PLAIN, c_sgd=BETTER, seconds=(0.01, 0.01), **others):
             "C-SGD": curve("C-SGD", better, seconds[1]),
         }
     return found
+
+
+def several(label, *losses, seconds=None):
+    """A contestant with a run for each of these curves."""
+    runs = [kept(metric_lines(100, train_loss=some), seed=seed) for seed, some in enumerate(losses)]
+    return contestant(label, *runs, seconds=seconds)
 
 
 def measured(words, some):
@@ -145,3 +156,67 @@ def test_normalising_helps_neither():
     assert verdict(HELPS_NEITHER, cells(cifar100_features=(lower, lower[:1] + [v / 2 for v in BETTER[1:]]))) == (
         "does not hold"
     )
+
+
+# ---- several seeds -----------------------------------------------------------------------------------------------
+
+
+def of_cifar10(sgd, c_sgd, others=(PLAIN, BETTER), seconds=None):
+    """All six, with several seeds in one of them."""
+    some = cells(*others, seconds=(seconds, seconds))
+    some["cifar10", "unit"] = {
+        "SGD": several("SGD", *sgd, seconds=seconds),
+        "C-SGD": several("C-SGD", *c_sgd, seconds=seconds),
+    }
+    return some
+
+
+def test_one_pair_of_seeds_that_is_behind_at_first_is_enough():
+    late = [2.0, 1.6, *BETTER[2:]]
+    assert verdict(FROM_THE_BEGINNING, of_cifar10([PLAIN, PLAIN], [BETTER, BETTER])) == "holds"
+    assert verdict(FROM_THE_BEGINNING, of_cifar10([PLAIN, PLAIN], [BETTER, late])) == "holds in part"
+
+
+def test_it_is_said_in_how_many_pairs_sgd_gets_below():
+    overtaken = [*BETTER[:6], 0.2, 0.2]
+    found = measured(FROM_THE_BEGINNING, of_cifar10([PLAIN], [BETTER, overtaken]))
+    assert "SGD's is lower, from iteration: CIFAR-10 in 1 of 2 pairs of seeds (700);" in found
+
+
+def test_steadier_is_so_in_every_pair_of_seeds():
+    rising = [2.0, 1.5, 1.7, 0.7, 0.9, 0.3, 0.4, 0.1]
+    a_little = [2.0, 1.5, 1.51, 0.7, 0.5, 0.3, 0.2, 0.1]
+    others = rising, BETTER
+    assert verdict(STEADIER, of_cifar10([rising, rising], [BETTER, a_little], others)) == "holds"
+    assert verdict(STEADIER, of_cifar10([rising, BETTER], [BETTER, a_little], others)) == "holds in part"
+
+
+def test_a_seed_of_sgd_without_a_drop_does_not_hide_one_that_drops_first():
+    others = LATE, EARLY
+    assert verdict(EARLIER, of_cifar10([LATE, NEVER], [EARLY, EARLY], others)) == "holds"
+    hidden = of_cifar10([EARLY, NEVER], [LATE, LATE], others)
+    assert verdict(EARLIER, hidden) == "holds in part"
+    assert "CIFAR-10 900 (900–900; 2 seeds) and in 1 of 2 seeds (700);" in measured(EARLIER, hidden)
+    assert verdict(FASTER, of_cifar10([LATE], [LATE, EARLY], (LATE, EARLY))) == "does not hold"
+
+
+def test_both_must_drop_with_every_seed():
+    assert verdict(BOTH_DROP, of_cifar10([LATE, LATE], [EARLY, EARLY], (LATE, EARLY))) == "holds"
+    missing = of_cifar10([LATE, NEVER], [EARLY, EARLY], (LATE, EARLY))
+    assert measured(BOTH_DROP, missing) == "C-SGD has one in 6, SGD in 5 of 6."
+
+
+def test_competitive_in_time_is_so_in_every_pair_of_seeds():
+    behind = [2.0, *(1.5 * loss for loss in PLAIN[1:])]
+    assert verdict(IN_TIME, of_cifar10([PLAIN, PLAIN], [BETTER, BETTER], seconds=0.01)) == "holds"
+    found = of_cifar10([PLAIN, PLAIN], [BETTER, behind], seconds=0.01)
+    assert verdict(IN_TIME, found) == "holds in part", "their mean is above the limit"
+
+
+def test_the_seeds_that_are_kept_are_named():
+    assert "Seeds: CIFAR-10 0, CIFAR-100 0, Fashion-MNIST 0." in finding().summary
+    assert "Seeds: CIFAR-10 3, CIFAR-100 1, Fashion-MNIST 1." in finding(KEPT).summary
+
+
+def test_nothing_of_the_experiment_is_missing_in_what_is_kept():
+    assert race().jobs(Archive(KEPT), STEPS) == []
