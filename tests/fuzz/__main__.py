@@ -35,7 +35,7 @@ def main():
             illegal += 1
         seed += 1
     count = seed - arguments.first
-    refused = f", {illegal} that torch refuses" if illegal else ""
+    refused = f", {illegal} that torch refuses or float64 cannot solve" if illegal else ""
     print(f"{count} seeds in {time.monotonic() - start:.0f} s{refused}, {len(failed)} failed: {failed}")
     return 1 if failed else 0
 

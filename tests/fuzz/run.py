@@ -30,7 +30,7 @@ class LibraryRaised(Exception):  # noqa: N818
 
 
 class IllegalError(Exception):
-    """The case is one that plain torch refuses, too."""
+    """The case is one that plain torch refuses, too, or that the reference cannot solve in float64."""
 
 
 class Library:
@@ -226,6 +226,8 @@ def check(make_case):
                 must_warn = play(case)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{story}") from error
+    except torch.linalg.LinAlgError as error:  # of the reference: numbers have grown until λ is lost beside them
+        raise IllegalError(str(error)) from error
     except LibraryRaised as raised:
         error = raised.__cause__
         with warnings.catch_warnings():
