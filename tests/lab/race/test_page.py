@@ -14,7 +14,7 @@ from consequent_lab.race.contestants import CONTESTANTS
 from consequent_lab.race.curves import unpacked
 from consequent_lab.race.measures import Best
 from consequent_lab.race.results import Results
-from consequent_lab.race.table import markdown_table, spread_of
+from consequent_lab.race.table import headings, markdown_table, rows, spread_of
 from consequent_lab.race.tasks import TASKS
 from consequent_lab.race_command import Race
 
@@ -285,6 +285,24 @@ def test_what_is_said_of_resnet20_is_in_its_files():
         if line["start"] == "tenth" and line["settings"] == settings | {"decay": line["settings"]["decay"]}
     }
     assert f"{' % to '.join(percent([decays[2e-4], decays[2e-3]]))} % between decays" in TEXT
+    counts = re.search(r"C-Nesterov's in (\d+) of them, BatchNorm's in (\w+), with one rate", TEXT).groups()
+    with_norm = [line for line in lines if line["contestant"] == "Nesterov-BN"]
+    assert counts == (str(sum(line["contestant"] == "C-Nesterov" for line in lines)), {6: "six"}[len(with_norm)])
+    assert {line["settings"]["lr"] for line in with_norm} == {0.1}
+    plain = {
+        line["contestant"]: line["curve"][-1]["test_accuracy"]
+        for line in short
+        if line["start"] == ("same" if line["contestant"].endswith("-BN") else "tenth")
+        and line["settings"].get("decay") != 5e-5
+    }
+    said = re.search(
+        rf"Muon {N} %, where [^;]* {N} %; AdamW {N} %, Nesterov {N} %; Nesterov with BatchNorm {N} %", TEXT
+    )
+    names = ("Muon", "AdamW", "Nesterov", "Nesterov-BN")
+    muon, *others = (f"{100 * plain[name]:.4g}" for name in names)
+    assert list(said.groups()) == [muon, f"{with_start['tenth']:.4g}", *others]
+    half = [line["curve"][-1]["test_accuracy"] for line in long if line["settings"] == settings | {"decay": 5e-4}]
+    assert f"Half the decay ended at {' '.join(percent(half))} % after 60, one run" in TEXT
     with_zeros = [line["curve"][-1] for line in lines if line["whole"] and line["start"] == "zero"]
     assert f"and ended at {100 * max(end['test_accuracy'] for end in with_zeros):.1f} % at best" in TEXT
 
@@ -431,6 +449,50 @@ def test_what_is_said_of_a_short_memory_of_squares():
     assert {line["device"] for name in ("C-Adam-0.95", "Adam-0.95") for line in results.finals(name)} == {"cpu"}
     page = " ".join((ROOT / "docs" / "defaults.md").read_text().split())
     assert f"with 0.95 it ended {gains[0]:.0f} dB higher" in page
+
+
+def test_what_a_higher_rate_and_more_damping_gave_is_in_the_trials():
+    results = Results.of(TASKS["fourier-128-china"], RACE.output)
+    near = [
+        min(results.trials(name), key=lambda line: abs(line["settings"]["lr"] - rate))
+        for name, rate in (("C-Adam", 0.0043), ("C-Adam-0.95", 0.0046))
+    ]
+    assert [f"{line['settings']['lr']:.4f}" for line in near] == ["0.0043", "0.0046"]
+    assert {f"{line['settings']['relative_damping']:.2f}" for line in near} == {"0.03"}
+    assert f"it was {near[0]['score'] - near[1]['score']:.0f} dB, in single trials" in TEXT
+    first = CHINA.trials("C-Adam")[0]
+    assert first["settings"]["relative_damping"] == DEFAULT.value
+    (chosen,) = {f"{line['settings']['relative_damping']:.2g}" for line in CHINA.finals("C-Adam")}
+    high, low = f"{ends('siren-128-china')['C-Adam']:.0f}", f"{-first['score']:.0f}"
+    choosing, readme = (" ".join((ROOT / name).read_text().split()) for name in ("docs/choosing.md", "README.md"))
+    assert f"SIRENs {chosen}, where that meant {high} dB instead of {low}" in choosing
+    assert f"C-Adam's {high} dB need a damping of {chosen}; with the default it had {low} (one seed)" in readme
+    lines = {name: next(row for row in rows(CHINA) if row.contestant == name).cells for name in ("Adam", "C-Adam")}
+    heads = headings(CHINA)
+    place = heads.index("steps to PSNR 40.0 dB") + 1
+    eager = [f"{float(lines[name][place]):.2f}" for name in ("Adam", "C-Adam")]
+    graphs = {f"{float(lines[name][place + 1]):.2f}" for name in ("Adam", "C-Adam")}
+    assert "at 40 dB after {} s, C-Adam after {}".format(*eager) in readme
+    assert f"(in a CUDA graph {' '.join(graphs)} both)" in readme
+
+
+def test_what_is_said_of_averages_is_in_the_results():
+    choosing = " ".join((ROOT / "docs" / "choosing.md").read_text().split())
+    results = PERCEPTRONS[128]
+    seconds, accuracy = (
+        [
+            next(row for row in rows(results) if row.contestant == name).cells[headings(results).index(heading)]
+            for name in ("C-Nesterov-averaged", "C-Nesterov")
+        ]
+        for heading in ("seconds, eager", "best test accuracy")
+    )
+    assert "eagerly {} s against {} of C-Nesterov".format(*seconds) in choosing
+    lost = float(accuracy[1].split()[0]) - float(accuracy[0].split()[0])
+    assert lost == pytest.approx(1, abs=0.1)
+    curves = [unpacked(line["curve"]) for line in results.trials("C-Nesterov-averaged")]
+    assert [results.task.measure.arrival(curve) is not None for curve in curves].count(True) == 2
+    assert sum(curve[-1]["train_loss"] > 1e4 for curve in curves) == 2
+    assert len(curves) == 12
 
 
 def test_halving_gave_up_on_as_many_of_adams_trials_as_the_page_says():
