@@ -178,6 +178,7 @@ def foof(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimiz
 
 OTHER_LR = Knob("other_lr", 3e-5, 1e-2, 3e-4)  # of AdamW beside Muon
 SHORT_MEMORY = (0.9, 0.95)  # of gradients and of squares: steps follow gradients that shrink within tens of steps
+AVERAGES = {"averaging": 0.95, "refresh": 10}
 RELATIVE_DAMPING = Knob("relative_damping", 0.01, 1.0, 0.1)
 
 CONTESTANTS = {
@@ -202,9 +203,10 @@ CONTESTANTS = {
             "C-Nesterov-averaged",  # FOOF, but for the bound and how the damping is said
             torchs("nesterov"),
             (lr(0.01), RELATIVE_DAMPING),
-            correction={"averaging": 0.95, "refresh": 10},
+            correction=AVERAGES,
             graphs=False,
         ),
+        Contestant("C-Adam-averaged", torchs("adam"), (lr(3e-4), RELATIVE_DAMPING), correction=AVERAGES, graphs=False),
         Contestant("C-Muon", muon, (lr(2e-3), OTHER_LR), correction={}),
         Contestant(
             "Newton-Muon",

@@ -56,7 +56,7 @@ def perceptron(dataset: str, batch_size: int, settings_from: str | None) -> Task
         metric="accuracy",
         measure=MLP_MEASURE,
         reported=MLP_REPORTED,
-        contestants=(*ALL, "C-Nesterov-averaged", "C-Muon"),
+        contestants=(*ALL, "C-Nesterov-averaged", "C-Adam-averaged", "C-Muon"),
         batch_size=batch_size,
         epochs=12,
         evaluations=48,
