@@ -47,10 +47,10 @@ def test_the_default_damping_is_the_one_that_is_told():
 
 
 def race(task):
-    """The rows of a task's table by contestant, {heading: cell}; the first of two columns of one name."""
+    """The rows of a task's table by contestant, {heading: cell}."""
     results = Results.of(TASKS[task], ROOT / "results" / "race")
     heads = headings(results)
-    return {row.contestant: dict(reversed(list(zip(heads, row.cells, strict=True)))) for row in rows(results)}
+    return {row.contestant: dict(zip(heads, row.cells, strict=True)) for row in rows(results)}
 
 
 def row_of(task):
@@ -87,8 +87,10 @@ def test_the_race_of_perceptrons_is_the_one_in_results():
         assert {len(results.trials(name)) for results in kept.values()} == {12}
         assert {len(results.finals(name)) for results in kept.values()} == {5}
     _, _, ours, others = row_of("the same, 128 | seconds for that")
-    seconds = [f"{name} {races[128][name]['seconds, eager']} / {races[128][name]['seconds, CUDA graph']}"
-               for name in ("C-Adam", "C-SGD", "FOOF", "Muon")]  # fmt: skip
+    ways = [f"{steps.replace('steps', 'seconds')}, {way}" for way in ("eager", "CUDA graph")]
+    seconds = [
+        f"{name} {' / '.join(races[128][name][way] for way in ways)}" for name in ("C-Adam", "C-SGD", "FOOF", "Muon")
+    ]
     assert [ours, others] == [", ".join(seconds[:2]), ", ".join(seconds[2:])]
     beside = kept[128].of_kind("time", "C-SGD")[1]["milliseconds"]["eager"]["median"]
     arrival = int(median_of(races[128]["C-SGD"][steps]))

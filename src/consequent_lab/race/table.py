@@ -11,6 +11,7 @@ from consequent_lab.race.measures import Measure, TimeTo, shown
 from consequent_lab.race.results import Line, Results
 
 NEAR_THE_END = 0.03  # of a knob's range, on its logarithmic scale
+WAYS = {"eager": "eager", "graph": "CUDA graph"}  # in which steps are timed, and their names
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,14 @@ def spread_of(measure: Measure, lines: Sequence[Line]) -> Spread:
 def headings(results: Results) -> list[str]:
     """Returns the heads of the columns after the contestant and its settings."""
     heads = []
-    seconds = {0: [], 1: ["seconds"], 2: ["seconds, eager", "seconds, CUDA graph"]}[len(_ways(results))]
+    names = [WAYS[way] for way in _ways(results)]
+    ways = [f", {name}" for name in names] if len(names) > 1 else [""] * len(names)
     for measure in (results.task.measure, *results.task.reported):
         heads.append(str(measure))
         if isinstance(measure, TimeTo):
-            heads += seconds
-    return [*heads, "ms a step"] if seconds else heads
+            heads += [str(measure).replace("steps", "seconds") + way for way in ways]
+    together = f", {' / '.join(names)}" if len(names) > 1 else ""
+    return [*heads, f"ms a step{together}"] if names else heads
 
 
 def rows(results: Results) -> list[Row]:
@@ -115,7 +118,7 @@ def _seconds(spread: Spread, quartiles: dict[str, float] | None) -> str:
 def _ways(results: Results) -> list[str]:
     """Returns in which ways steps were timed."""
     timed = [line["milliseconds"] for line in results.lines if line["kind"] == "time"]
-    return [way for way in ("eager", "graph") if any(way in milliseconds for milliseconds in timed)]
+    return [way for way in WAYS if any(way in milliseconds for milliseconds in timed)]
 
 
 def settings_of(results: Results, contestant: str) -> str:
