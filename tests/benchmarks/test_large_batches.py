@@ -1,0 +1,67 @@
+"""What docs/choosing.md says of large batches is in results/large_batches.txt; and what a step does to all outputs."""
+
+import pathlib
+import re
+
+import pytest
+import torch
+from torch.func import functional_call
+
+from benchmarks.large_batches import gain, network
+
+ROOT = pathlib.Path(__file__).parents[2]
+TEXT = (ROOT / "results" / "large_batches.txt").read_text()
+PAGE = (ROOT / "docs" / "choosing.md").read_text().split("## Many more samples than inputs")[1].split("\n## ")[0]
+PROSE = " ".join(PAGE.split())
+
+
+def tables():
+    """Of the results: the title of each, and its rows by their first cell, {head: cell}."""
+    found = {}
+    for title, table in re.findall(r"^(\S[^\n|]*)\n\n((?:\|[^\n]*\n)+)", TEXT, re.M):
+        heads, _, *rows = ([cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines())
+        found[title] = {row[0]: dict(zip(heads[1:], row[1:], strict=True)) for row in rows}
+    return found
+
+
+def test_the_table_of_the_page_is_in_the_results():
+    known = next(iter(tables().values()))
+    lines = [line for line in PAGE.splitlines() if line.startswith("| ")]
+    heads, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    columns = [head.replace(",000", "000").removesuffix(" at each step") for head in heads[1:]]
+    assert len(rows) == 7
+    for name, *cells in rows:
+        name = name.removeprefix("plain ").replace("`relative_damping=10`", "ρ = 10")
+        assert [known[name][column] for column in columns] == cells
+
+
+def test_the_numbers_in_the_text_are_in_the_results():
+    ends, after_75, gains, digits = tables().values()
+    no_bound = ends["C-SGD 0.1, no bound"]["batch 500, 2000 samples"].split()[0]
+    assert f"without it 0.970 is {no_bound}" in PROSE
+    new = [ends[name]["batch 64, new samples"].split()[0] for name in ("C-Adam 0.003", "Adam 0.003")]
+    assert "(batch 64: {}, Adam {})".format(*new) in PROSE
+    first, tenth = (gains["C-SGD 0.1, batch 500"][step].split()[0] for step in ("step 0", "step 10"))
+    assert f"was {float(first):.0f} times that at first and at batches of 500 {float(tenth):.0f} times after" in PROSE
+    names = ("C-Adam 0.003", "Adam 0.003", "Adam 0.01")
+    early = [after_75[name]["batch 500, 2000 samples"].split()[0] for name in names]
+    assert "After 75 steps C-Adam 0.003 has {} and Adam {}, but Adam 0.01 has {}".format(*early) in PROSE
+    right, wrong = list(digits["Adam 0.003"])[1], list(digits["Adam 0.003"])[3]
+    assert "500" in right
+    assert "500" in wrong
+    mistakes = [digits[name][head].split()[0] for head in (right, wrong) for name in ("C-Adam 0.003", "Adam 0.003")]
+    assert "has {} % mistakes and Adam {} %, but {} % and {} % if one label".format(*mistakes) in PROSE
+    low = [digits[name][wrong].split()[0] for name in ("C-Adam 0.001", "Adam 0.001")]
+    assert "a rate of 0.001 did: {} %, Adam {} %".format(*low) in PROSE
+
+
+def test_the_gain_of_plain_steps_is_the_largest_eigenvalue_of_their_kernel():
+    torch.manual_seed(0)
+    model, x = network(), torch.randn(4, 10)
+    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    parameters = {name: p.detach().double() for name, p in model.named_parameters()}
+    in_double = network().double()
+    jacobian = torch.func.jacrev(lambda values: functional_call(in_double, values, (x.double(),)))(parameters)
+    J = torch.cat([part.reshape(8, -1) for part in jacobian.values()], 1)
+    expected = float(torch.linalg.eigvalsh(J @ J.T)[-1]) / len(x)
+    assert gain(weights, x, corrected=False)[0] == pytest.approx(expected, rel=0.02)
