@@ -69,15 +69,17 @@ def spread_of(measure: Measure, lines: Sequence[Line]) -> Spread:
 
 
 def headings(results: Results) -> list[str]:
-    """Returns the heads of the columns after the contestant and its settings."""
+    """Returns the heads of the columns after the contestant and its settings; a lone one of seconds is short."""
     heads = []
     names = [WAYS[way] for way in _ways(results)]
-    ways = [f", {name}" for name in names] if len(names) > 1 else [""] * len(names)
-    for measure in (results.task.measure, *results.task.reported):
+    measures = (results.task.measure, *results.task.reported)
+    is_lone = len(names) * sum(isinstance(measure, TimeTo) for measure in measures) == 1
+    for measure in measures:
         heads.append(str(measure))
         if isinstance(measure, TimeTo):
-            heads += [str(measure).replace("steps", "seconds") + way for way in ways]
-    together = f", {' / '.join(names)}" if len(names) > 1 else ""
+            until = str(measure).replace("steps", "seconds")
+            heads += ["seconds"] if is_lone else [f"{until}, {name}" for name in names]
+    together = "" if is_lone else f", {' / '.join(names)}"
     return [*heads, f"ms a step{together}"] if names else heads
 
 
