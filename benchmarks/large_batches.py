@@ -49,13 +49,13 @@ class Contestant(NamedTuple):
         damping = "" if self.relative_damping in (None, 0.1) else f", ρ = {self.relative_damping:g}"
         return f"{self.name} {self.rate:g}{damping}{'' if self.bound else ', no bound'}"
 
-    def of(self, model: nn.Module) -> tuple[torch.optim.Optimizer, consequent.Consequentialism | None]:
+    def of(self, model: nn.Module) -> torch.optim.Optimizer:
         """It, for a model."""
         kind = torch.optim.Adam if "Adam" in self.name else torch.optim.SGD
         optimizer = kind(model.parameters(), lr=self.rate)
-        if self.relative_damping is None:
-            return optimizer, None
-        return optimizer, consequent.attach(optimizer, model, relative_damping=self.relative_damping, bound=self.bound)
+        if self.relative_damping is not None:
+            consequent.attach(optimizer, model, relative_damping=self.relative_damping, bound=self.bound)
+        return optimizer
 
 
 REGRESSION = (
@@ -122,7 +122,7 @@ def errors(
     test = torch.randn(2000, INPUTS, generator=generator)
     torch.manual_seed(seed)
     model = network()
-    optimizer, _ = contestant.of(model)
+    optimizer = contestant.of(model)
     found: list[tuple[float, float]] = []
     for step, rows in zip(range(STEPS), batches(len(x), batch, generator), strict=False):
         if look is not None:
@@ -155,7 +155,7 @@ def gain(weights: dict[str, Tensor], x: Tensor, *, corrected: bool) -> tuple[flo
         model.load_state_dict(weights)
         model.double()
         rate = 1e-6
-        optimizer, _ = Contestant("SGD", rate, 0.1 if corrected else None, bound=None).of(model)
+        optimizer = Contestant("SGD", rate, 0.1 if corrected else None, bound=None).of(model)
         outputs = model(x.double())
         ((outputs * wanted).sum() / len(x)).backward()
         optimizer.step()
@@ -190,7 +190,7 @@ def digits_errors(contestant: Contestant, seed: int, batch: int, wrong: float) -
     y = torch.where(torch.rand(len(y), generator=generator) < wrong, torch.randint(10, y.shape, generator=generator), y)
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
-    optimizer, _ = contestant.of(model)
+    optimizer = contestant.of(model)
     for _, rows in zip(range(STEPS), batches(len(x), batch, generator), strict=False):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()

@@ -4,13 +4,16 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 from rich.console import Console
 
 from consequent_lab.screen import console
 from consequent_lab.train_command import chosen_device
+
+if TYPE_CHECKING:
+    from consequent_lab.race.task import Task
 
 SETS = ("cifar10", "cifar100", "fashion-mnist", "pictures", "tables", "sources")
 
@@ -60,7 +63,7 @@ class Race:
     def run(self) -> None:
         """Runs what is asked for."""
         from consequent_lab.race.results import Results
-        from consequent_lab.race.tasks import TASKS
+        from consequent_lab.race.tasks import TASKS, task_named
 
         screen = console()
         stage, names = "race", self.words
@@ -81,6 +84,8 @@ class Race:
             raise ValueError(f"there are no results in {self.output.resolve()}: name another --output")
         if stage != "table":
             chosen_device(self.device)  # raises if it is not there
+        for name in names:
+            self._chosen(task_named(name))  # raises before the first of them has run for hours
         deadline = None if self.minutes is None else time.time() + 60 * self.minutes
         for name in names:
             self._run_task(stage, name, deadline, screen)
@@ -88,7 +93,6 @@ class Race:
     def _run_task(self, stage: str, name: str, deadline: float | None, screen: Console) -> None:
         from rich.markdown import Markdown
 
-        from consequent_lab.race.contestants import contestant_named
         from consequent_lab.race.results import Results
         from consequent_lab.race.running import Conditions, race
         from consequent_lab.race.table import markdown_table
@@ -105,10 +109,7 @@ class Race:
             deadline=deadline,
         )
         task = conditions.the_task()
-        wanted = [word.strip() for word in self.contestants.split(",") if word.strip()]
-        names = [contestant_named(word).name for word in wanted] or list(task.contestants)
-        for other in set(names) - set(task.contestants):
-            raise ValueError(f"{other} takes no part in {task.name}: there are {', '.join(task.contestants)}")
+        names = self._chosen(task)
         results = Results.of(task, self.output)
         say = partial(screen.print, soft_wrap=True)
         if stage == "race":
@@ -128,6 +129,17 @@ class Race:
             print(table)
         else:
             screen.print(Markdown(table))
+
+    def _chosen(self, task: "Task") -> list[str]:
+        """Returns the names of the contestants that are asked for, in their order; all of the task's, if none are."""
+        from consequent_lab.race.contestants import contestant_named
+
+        wanted = [word.strip() for word in self.contestants.split(",") if word.strip()]
+        names = [contestant_named(word).name for word in wanted] or list(task.contestants)
+        others = [name for name in names if name not in task.contestants]
+        if others:
+            raise ValueError(f"{' and '.join(others)}: no part in {task.name}, which has {', '.join(task.contestants)}")
+        return names
 
     def _write_data(self, names: tuple[str, ...], screen: Console) -> None:
         from consequent_lab.race.files import write_arrays, write_images

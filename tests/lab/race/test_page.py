@@ -28,6 +28,7 @@ STATES = [
 ]
 PERCEPTRONS = {batch: Results.of(TASKS[f"mlp-cifar10-b{batch}"], RACE.output) for batch in (32, 128, 512)}
 MLP, CHINA = PERCEPTRONS[32], Results.of(TASKS["siren-128-china"], RACE.output)
+RESNET = Results.of(TASKS["resnet20-cifar10"], RACE.output)
 C_VERSIONS = ("C-SGD", "C-Adam", "C-Nesterov")
 FIRST_ON_TABLES = {
     "diabetes": "C-SGD",
@@ -238,8 +239,8 @@ def percent(values):
     return [f"{100 * value:.4g}" for value in sorted(values)]
 
 
-def test_what_is_said_of_resnet20_is_in_its_files():
-    results = Results.of(TASKS["resnet20-cifar10"], RACE.output)
+def test_the_race_of_resnet20_is_in_its_file():
+    results = RESNET
     ours, theirs = (spread_of(results.task.measure, results.finals(name)) for name in ("C-Nesterov", "Nesterov-BN"))
     assert f"[{100 * ours.median:.4g} % after 100]" in TEXT
     assert f"ends {100 * (theirs.median - ours.median):.2g} points below" in TEXT
@@ -249,15 +250,21 @@ def test_what_is_said_of_resnet20_is_in_its_files():
     assert {len(results.trials(name)) for name in ("C-Nesterov", "Nesterov-BN")} == {12}
     assert {results.best(name)["number"] for name in ("C-Nesterov", "Nesterov-BN")} == {0}
 
+
+def explored():
+    """The single runs before the race of ResNet-20, and the settings that C-Nesterov has in it."""
     path = ROOT / "results" / "resnet20-exploration.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    settings = results.best("C-Nesterov")["settings"]
+    return [json.loads(line) for line in path.read_text().splitlines()], RESNET.best("C-Nesterov")["settings"]
+
+
+def test_what_60_epochs_gave_is_in_the_file_of_single_runs():
+    lines, settings = explored()
     long = [line for line in lines if line["whole"] and line["epochs"] == 60 and line.get("half")]
     shorter = {
         name: [line["curve"][-1]["test_accuracy"] for line in long if (line["contestant"], line["settings"]) == key]
         for name, key in {
             "C-": ("C-Nesterov", settings),
-            "BN": ("Nesterov-BN", results.best("Nesterov-BN")["settings"]),
+            "BN": ("Nesterov-BN", RESNET.best("Nesterov-BN")["settings"]),
         }.items()
     }
     said = re.search(
@@ -272,9 +279,15 @@ def test_what_is_said_of_resnet20_is_in_its_files():
         *percent([medians["BN"]]),
         *percent(shorter["BN"]),
     ]
-    gains = [100 * (theirs.median - medians["BN"]), 100 * (ours.median - medians["C-"])]
+    after_100 = ends("resnet20-cifar10")
+    gains = [100 * (after_100["Nesterov-BN"] - medians["BN"]), 100 * (after_100["C-Nesterov"] - medians["C-"])]
     assert [float(number) for number in said[7:]] == pytest.approx(gains, abs=0.005)
+    half = [line["curve"][-1]["test_accuracy"] for line in long if line["settings"] == settings | {"decay": 5e-4}]
+    assert f"Half the decay ended at {' '.join(percent(half))} % after 60, one run" in TEXT
 
+
+def test_what_10_epochs_gave_is_in_the_file_of_single_runs():
+    lines, settings = explored()
     short = [line for line in lines if line["epochs"] == 10 and line.get("half") and not line["whole"]]
     with_start = {
         start: 100 * line["curve"][-1]["test_accuracy"]
@@ -306,8 +319,6 @@ def test_what_is_said_of_resnet20_is_in_its_files():
     names = ("Muon", "AdamW", "Nesterov", "Nesterov-BN")
     muon, *others = (f"{100 * plain[name]:.4g}" for name in names)
     assert list(said.groups()) == [muon, f"{with_start['tenth']:.4g}", *others]
-    half = [line["curve"][-1]["test_accuracy"] for line in long if line["settings"] == settings | {"decay": 5e-4}]
-    assert f"Half the decay ended at {' '.join(percent(half))} % after 60, one run" in TEXT
     with_zeros = [line["curve"][-1] for line in lines if line["whole"] and line["start"] == "zero"]
     assert f"and ended at {100 * max(end['test_accuracy'] for end in with_zeros):.1f} % at best" in TEXT
 

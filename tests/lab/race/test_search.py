@@ -115,7 +115,7 @@ def test_what_fails_is_an_error_after_all_the_rest(tmp_path, monkeypatch):
     ("words", "message"),
     [
         (["table"], "there are no results in"),
-        (["table-wine", "--contestants", "adamw,foof,sgd"], "SGD takes no part in table-wine: there are C-Nesterov, "),
+        (["table-wine", "demo", "--contestants", "foof"], "FOOF: no part in demo, which has Muon, C-Adam, "),
         pytest.param(
             ["demo", "--device", "cuda"],
             "no CUDA device here",
