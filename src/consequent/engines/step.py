@@ -12,6 +12,7 @@ from consequent.capture.records import Record
 from consequent.capture.torch_internals import answers_at_once, graph_is_being_captured
 from consequent.capture.use import Entry
 from consequent.engines.bounding import Bounded, shorten
+from consequent.engines.by_inverses import ByInverses
 from consequent.engines.engine import Engine, Outcome, Work
 from consequent.engines.gpu.by_groups import ByGroups
 from consequent.engines.gpu.by_kernels import ByKernels, FusedStep, KernelSolution, fused_step_of
@@ -38,7 +39,7 @@ from consequent.statistics.averages import Averages
 from consequent.statistics.solution import Solution
 
 # Each work goes to the first engine that takes it.
-ENGINES: tuple[type[Engine], ...] = (ByKernels, ByGroups, Grouped, Unwatched, Plain)
+ENGINES: tuple[type[Engine], ...] = (ByKernels, ByInverses, ByGroups, Grouped, Unwatched, Plain)
 
 
 class Rewriter:

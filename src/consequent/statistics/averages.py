@@ -1,7 +1,7 @@
 """Second moments that are averaged over steps, and factorised only now and then: ``averaging=β, refresh=T``.
 
 Every T-th step of a layer goes into its average, ``n ← β n + N`` and ``S ← S + (XXᵀ/N − S) N/n`` from ``n = 0`` on,
-which is factorised anew. So S is the mean of xxᵀ over all rows so far, where those of a refresh weigh β times those of
+which is inverted anew. So S is the mean of xxᵀ over all rows so far, where those of a refresh weigh β times those of
 the next: with batches of one size it becomes ``β S + (1 − β) XXᵀ/N``, and at first the plain mean, in which the first
 batch counts no more than another. All steps solve with ``N S``, N being the rows of the step at hand. A relative λ is
 that of ``N S``, with n for its rows. Between refreshes nothing is computed of a layer's inputs: only how many rows
@@ -14,17 +14,17 @@ with more than `WIDEST` columns a moment would be too large to keep: there the u
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from consequent.capture.torch_internals import answers_at_once
 from consequent.capture.use import Use
-from consequent.engines.inverse_factor import InverseFactor, inverse_factor
 from consequent.maths.damping import Damping
-from consequent.statistics.gradients import columns_with_gradient, trace_of
-from consequent.statistics.moment import Factor, Moment
+from consequent.statistics.gradients import has_all_gradients, trace_of
+from consequent.statistics.kept_inverses import Inverses, Kept, invert
+from consequent.statistics.moment import Moment
 from consequent.statistics.rows import Rows
 from consequent.statistics.solution import Solution
 from consequent.statistics.statistic import Statistic, with_bias_of
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from consequent.capture.records import Record
 
 WIDEST = 8192  # columns of a moment that is kept for a layer with fewer rows: 256 MiB in float32
+AT_ONCE = WIDEST**2  # entries of moments that are inverted together, at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +65,9 @@ class Average:
         features: how many of the columns are the weight's,
         biases: and whose the last ones are, in the order of the last refresh.
         age: in how many steps it has been used.
-        factor: of ``N S + λI``,
-        of: for this N and λ.
+        inverses: of ``N S + λI`` and of others like it,
+        place: where its own one is,
+        of: for which N and λ.
     """
 
     moment: Tensor
@@ -73,7 +75,8 @@ class Average:
     features: int
     biases: tuple[Tensor, ...]
     age: int = 0
-    factor: InverseFactor | None = None
+    inverses: Inverses | None = None
+    place: int = 0
     of: tuple[int, Damping] | None = None
 
     def has(self, features: int, biases: Sequence[Tensor]) -> bool:
@@ -93,24 +96,19 @@ class Average:
         """Whether its last columns are those of these biases, in this order."""
         return list(map(id, self.biases)) == list(map(id, biases))
 
-    def factor_for(self, rows: int, damping: Damping) -> InverseFactor:
-        """The factor of ``N S + λI``, made anew only if it must be.
+    def growth_for(self, rows: int, damping: Damping) -> float | None:
+        """By how much ``N S + λI`` is larger than what was inverted; None if it is to be inverted anew.
 
         Args:
             rows: N.
             damping: λ.
         """
-        if self.factor is not None and self.of is not None and self.of[1] == damping:
-            known = self.of[0]
-            if known == rows:
-                return self.factor
-            if damping.relative:  # all of N S + λI grows with N
-                ratio = rows / known
-                sizes, rest = self.factor.status.split(2, dim=-1)  # trace and λ, how it went
-                return InverseFactor(self.factor.inverse * ratio**-0.5, torch.cat([sizes * ratio, rest], -1))
-        level = damping.level(max(round(self.rows), 1), self.moment.shape[-1])
-        self.factor, self.of = inverse_factor(self.moment * rows, level, overwrite=True), (rows, damping)
-        return self.factor
+        if self.of is None or self.of[1] != damping:
+            return None
+        known, _ = self.of
+        if damping.relative:  # all of it grows with N
+            return rows / known
+        return 1.0 if rows == known else None
 
 
 class Averages:
@@ -154,22 +152,30 @@ class Averages:
             damping_of: λ.
         """
         self._next = {}
-        for record in records:
-            self._apply_to(record, damping_of(record))
+        solved = [one for record in records if (one := self._averaged(record, damping_of(record))) is not None]
+        _invert([one for one in solved if one.average.growth_for(one.rows, one.damping) is None])
+        for record, average, rows, damping in solved:
+            growth = average.growth_for(rows, damping)
+            assert growth is not None
+            assert average.inverses is not None
+            known = record.captured
+            of = (known.uses, known.features, known.biases, known.rows)
+            record.statistic = Kept(*of, average.inverses, average.place, growth)
 
     def step_taken(self) -> None:
         """From now on the averages are those that the step was solved with."""
         self._of |= self._next
         self._next = {}
 
-    def _apply_to(self, record: "Record", damping: Damping) -> None:
+    def _averaged(self, record: "Record", damping: Damping) -> "_Averaged | None":
+        """What a weight with an average is solved with; None where that is another thing, or no average."""
         statistic = record.statistic
         if statistic is None or not statistic.rows:
-            return
+            return None
         average = self._of.get(record.weight)
         if isinstance(statistic, Idle) and average is None:
             record.clear()  # another layer has taken the place of its layer since the backward pass
-            return
+            return None
         biases = self._trained(record.weight, statistic.biases)
         if average is not None and not isinstance(statistic, Idle) and not average.has(statistic.features, biases):
             average = None  # what is trained has changed: it begins anew
@@ -180,15 +186,15 @@ class Averages:
         if isinstance(statistic, Moment) and record.weight in self._biases:
             average = self._updated(average, statistic.with_biases(biases))
         if average is None or not isinstance(statistic, Moment | Idle):
-            return  # where a moment holds NaN or inf, the step is not taken
+            return None  # where a moment holds NaN or inf, the step is not taken
         average = self._next[record.weight] = replace(average, age=average.age + 1)
-        of = (statistic.uses, statistic.features, statistic.biases, max(round(average.rows), 1))
+        rows, of = statistic.rows, (statistic.uses, statistic.features, statistic.biases, max(round(average.rows), 1))
         record.statistic = Idle(*of)
-        is_whole = average.is_ordered_as(statistic.biases) and len(columns_with_gradient(record)) == record.columns
-        if damping.value > 0 and is_whole:
-            record.statistic = Factor(*of, inverse=(damping, average.factor_for(statistic.rows, damping)))
-        else:  # part of the matrix, or its pseudo-inverse
-            record.statistic = Moment(*of, average.moment_of(statistic.biases) * statistic.rows)
+        if damping.value > 0 and average.is_ordered_as(statistic.biases) and has_all_gradients(record):
+            return _Averaged(record, average, rows, damping)
+        # Part of the matrix, or its pseudo-inverse.
+        record.statistic = Moment(*of, average.moment_of(statistic.biases) * rows)
+        return None
 
     def _trained(self, weight: Tensor, present: Sequence[Tensor] = ()) -> list[Tensor]:
         """The biases that an average has columns for: those that the step has, then those that it does without.
@@ -267,6 +273,40 @@ class Averages:
                 )
             found[weight] = Average(moment, float(saved["rows"]), features, tuple(biases), int(saved["age"]))
         self._of = found
+
+
+class _Averaged(NamedTuple):
+    """A weight that is solved for with its average.
+
+    Attributes:
+        record: of the weight.
+        average: as it is in this step.
+        rows: N.
+        damping: λ.
+    """
+
+    record: "Record"
+    average: Average
+    rows: int
+    damping: Damping
+
+
+def _invert(averaged: Sequence[_Averaged]) -> None:
+    """Invert ``N S + λI`` of these averages, those of one shape together."""
+    kinds: dict[Any, list[_Averaged]] = {}
+    for one in averaged:
+        moment, weight = one.average.moment, one.record.weight
+        level = one.damping.level(max(round(one.average.rows), 1), moment.shape[-1])
+        most = max(1, AT_ONCE // moment.numel())
+        kinds.setdefault((weight.shape, moment.shape, moment.dtype, moment.device, level, one.rows, most), []).append(
+            one
+        )
+    for (*_, level, rows, most), alike in kinds.items():
+        for start in range(0, len(alike), most):
+            members = alike[start : start + most]
+            inverses = invert([one.average.moment * rows for one in members], level)
+            for place, (_, average, _, damping) in enumerate(members):
+                average.inverses, average.place, average.of = inverses, place, (rows, damping)
 
 
 def _is_finite(moment: Tensor) -> Tensor:

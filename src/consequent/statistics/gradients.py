@@ -67,6 +67,13 @@ def columns_with_gradient(record: "Record") -> list[int]:
     return columns + [record.features + place for place, bias in enumerate(record.biases) if bias.grad is not None]
 
 
+def has_all_gradients(record: "Record") -> bool:
+    """Whether every column of the whole input matrix belongs to a gradient."""
+    statistic = record.captured
+    members = (record.weight, *statistic.biases) if statistic.features else statistic.biases
+    return all(parameter.grad is not None for parameter in members)
+
+
 class Apart(NamedTuple):
     """Parts of a gradient that do not come from the layer's rows, ``[groups, out_features, columns]`` each.
 

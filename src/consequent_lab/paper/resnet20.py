@@ -41,7 +41,10 @@ LABELS = {
     "C-Adam": (SHORT, SEEDS[:1]),
     "Adam-BN": (SHORT, SEEDS[:1]),
     "C-SGD-BN": (SHORT, SEEDS[:1]),
+    "SGD, C- inputs": (SHORT, SEEDS),
+    "SGD-BN, C- inputs": (SHORT, SEEDS),
 }
+CONTROL = ", C- inputs"  # plain, with the inputs' range and the last layer's rate that the paper has for C- alone
 OPTIMISERS: dict[str, Literal["momentum", "nesterov", "adam"]] = {
     "SGD": "momentum",
     "Nesterov": "nesterov",
@@ -68,7 +71,7 @@ def race(quick: bool = False) -> Race:
     """Returns the experiment, or a really small one on the digits."""
     contestants = tuple(
         Contestant(
-            label.lower(),
+            label.lower().replace(CONTROL.lower(), "-control"),
             label,
             _config(label, iterations, quick),
             seeds[:2] if quick else seeds,
@@ -83,19 +86,20 @@ def race(quick: bool = False) -> Race:
 
 
 def _config(label: str, iterations: int, quick: bool) -> TrainConfig:
-    consequentialist = label.startswith("C-")
+    consequentialist, base = label.startswith("C-"), label.removesuffix(CONTROL)
+    has_its_inputs = consequentialist or label != base
     config = TrainConfig(
         dataset="cifar10",
-        model="resnet20-bn" if label.endswith("-BN") else "resnet20",
-        optimiser=OPTIMISERS[label.removeprefix("C-").removesuffix("-BN")],
+        model="resnet20-bn" if base.endswith("-BN") else "resnet20",
+        optimiser=OPTIMISERS[base.removeprefix("C-").removesuffix("-BN")],
         consequentialist=consequentialist,
-        head_lr_factor=0.1 if consequentialist else 1.0,
+        head_lr_factor=0.1 if has_its_inputs else 1.0,
         momentum=0.95,
         betas=(0.9, 0.999),
         damping=0.03,
         batch_size=128,
         iterations=iterations,
-        normalisation="centred" if consequentialist else "symmetric",
+        normalisation="centred" if has_its_inputs else "symmetric",
         log_every=100,
         gradient_norms="both",
         checkpoint_every=2000,
