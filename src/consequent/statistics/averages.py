@@ -295,13 +295,12 @@ def _invert(averaged: Sequence[_Averaged]) -> None:
     """Invert ``N S + λI`` of these averages, those of one shape together."""
     kinds: dict[Any, list[_Averaged]] = {}
     for one in averaged:
-        moment, weight = one.average.moment, one.record.weight
+        moment = one.average.moment
         level = one.damping.level(max(round(one.average.rows), 1), moment.shape[-1])
         most = max(1, AT_ONCE // moment.numel())
-        kinds.setdefault((weight.shape, moment.shape, moment.dtype, moment.device, level, one.rows, most), []).append(
-            one
-        )
+        kinds.setdefault((moment.shape, moment.dtype, moment.device, level, one.rows, most), []).append(one)
     for (*_, level, rows, most), alike in kinds.items():
+        alike.sort(key=lambda one: tuple(one.record.weight.shape))  # weights of one shape follow each other
         for start in range(0, len(alike), most):
             members = alike[start : start + most]
             inverses = invert([one.average.moment * rows for one in members], level)

@@ -31,15 +31,26 @@ class Inverses:
     Attributes:
         matrices: ``[members, groups, n, n]``; ``I / (trace + λ)``, with which a gradient cannot overshoot, where there
             is no factor.
-        traces: ``[members, groups]``, of ``N S``.
-        rescued: ``[members]``: how many groups needed more damping,
-        failed: and how many have no factor.
+        status: ``[members, groups, 4]``, as a factor has it.
     """
 
     matrices: Tensor
-    traces: Tensor
-    rescued: Tensor
-    failed: Tensor
+    status: Tensor
+
+    @cached_property
+    def traces(self) -> Tensor:
+        """``[members, groups]``, of ``N S``."""
+        return self.status[..., 0]
+
+    @cached_property
+    def rescued(self) -> Tensor:
+        """``[members]``: how many groups needed more damping."""
+        return ((self.status[..., 2] > 0) & (self.status[..., 3] > 0)).sum(-1)
+
+    @cached_property
+    def failed(self) -> Tensor:
+        """``[members]``: how many have no factor. NaN or inf is no failure: it is told otherwise."""
+        return ((self.status[..., 2] == 0) & self.traces.isfinite()).sum(-1)
 
     @cached_property
     def counts(self) -> list[tuple[int, int]]:
@@ -52,11 +63,12 @@ class Inverses:
         return {"rescued": self.rescued.sum(), "fallen_back": self.failed.sum(), "none": (0 * self.failed).sum()}
 
     def at(self, places: list[int]) -> "Inverses":
-        """Those at these places; mostly all of them, in their order."""
-        if places == list(range(len(self.matrices))):
-            return self
-        of_members = (self.matrices, self.traces, self.rescued, self.failed)
-        return Inverses(*[torch.stack([tensor[place] for place in places]) for tensor in of_members])
+        """Those at these places, which mostly follow each other."""
+        first, count = places[0], len(places)
+        if places == list(range(first, first + count)):
+            whole = count == len(self.matrices)
+            return self if whole else Inverses(*[one[first : first + count] for one in (self.matrices, self.status)])
+        return Inverses(*[torch.stack([one[place] for place in places]) for one in (self.matrices, self.status)])
 
     @cached_property
     def whole_traces(self) -> Tensor:
@@ -77,8 +89,7 @@ def invert(moments: Sequence[Tensor], level: Level) -> Inverses:
     matrices = factors.inverse.mT @ factors.inverse
     matrices.masked_fill_(~is_good[..., None, None], 0)
     matrices.diagonal(dim1=-2, dim2=-1).add_(torch.where(is_good, 0, 1 / (traces + levels))[..., None])
-    failed = ~is_good & traces.isfinite()  # NaN or inf is no failure: it is told otherwise
-    return Inverses(matrices, traces, factors.is_rescued.sum(-1), failed.sum(-1))
+    return Inverses(matrices, factors.status)
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,12 +23,13 @@ from consequent.engines.gpu.streams import Fork, factor_streams, side_stream, sw
 from consequent.engines.inverse_factor import InverseFactor
 from consequent.maths.damping import Damping
 from consequent.statistics.gradients import trained
+from consequent.statistics.kept_inverses import Kept
 from consequent.statistics.rows import Rows
 from consequent.statistics.solution import Solution
 
 if TYPE_CHECKING:  # imported where they are needed: Triton is not everywhere
     from consequent.engines.gpu.kernels.dense import DenseLayer, DenseStep
-    from consequent.engines.gpu.kernels.features import FeatureLayer, PreparedFeatures
+    from consequent.engines.gpu.kernels.features import FeatureLayer, KeptLayers, PreparedFeatures
 
 
 @dataclass
@@ -89,6 +90,7 @@ class FusedStep:
         self._has_gradients = has_gradients
         self._dense: list[DenseLayer] = []
         self._features: list[FeatureLayer] = []
+        self._kept: dict[tuple[int, int], list[tuple[Kept, FeatureLayer]]] = {}  # alike: inverted together, one shape
         self._inputs_there: list[torch.cuda.Event | None] = []  # of the dense layers, in a CUDA graph
         self._output_grads_there: list[torch.cuda.Event | None] = []
         self._dense_step: DenseStep | None = None
@@ -103,6 +105,8 @@ class FusedStep:
             return False
         if type(record.statistic) is Rows:
             return self._take_dense(work, *grads)
+        if isinstance(record.statistic, Kept):
+            return self._take_kept(work, record.statistic, *grads)
         factor = record.captured.factor_for(damping)
         if factor is None:
             return False
@@ -131,6 +135,30 @@ class FusedStep:
 
         most = math.inf if limit is None else limit
         self._features.append(FeatureLayer(weight_grad, bias_grad, factor.inverse, factor.status, scale, most))
+
+    def _take_kept(self, work: Work, kept: Kept, weight_grad: Tensor, bias_grad: Tensor | None) -> bool:
+        from consequent.engines.gpu.kernels.features import FeatureLayer
+
+        inverses, place, growth = kept.inverses, kept.place, kept.growth
+        if inverses.matrices.dtype != torch.float32:
+            return False
+        # Of N S + λI that has grown, with ``energy / growth`` against ``growth · trace``.
+        limit = math.inf if work.limit is None else work.limit * growth
+        layer = FeatureLayer(
+            weight_grad, bias_grad, inverses.matrices[place], inverses.status[place], work.scale / growth, limit
+        )
+        self._kept.setdefault((id(inverses), len(weight_grad)), []).append((kept, layer))
+        self.sides[work.record] = "features"
+        return True
+
+    def _kept_layers(self) -> "list[KeptLayers]":
+        from consequent.engines.gpu.kernels.features import KeptLayers
+
+        found = []
+        for pairs in self._kept.values():
+            all_of_them = pairs[0][0].inverses.at([kept.place for kept, _ in pairs])
+            found.append(KeptLayers([layer for _, layer in pairs], all_of_them.matrices.flatten(0, 1)))
+        return found
 
     def _take_dense(self, work: Work, weight_grad: Tensor, bias_grad: Tensor | None) -> bool:
         record = work.record
@@ -196,10 +224,10 @@ class FusedStep:
         if self._dense_step is not None and self._has_gradients:
             self._dense_step.look()
         self.is_bad = flags[:1]
-        if self._features:
+        if self._features or self._kept:
             from consequent.engines.gpu.kernels.features import prepare_features
 
-            self._prepared = prepare_features(self._features, self.is_bad)
+            self._prepared = prepare_features(self._features, self.is_bad, self._kept_layers())
 
     def write(self, counts: Tensor, *, counts_step: bool = False, counts_skip: bool = False) -> None:
         """Write all gradients, or zeros into all of them if NaN or inf was met.

@@ -25,7 +25,7 @@ __all__ = ["compile_ahead"]
 def compile_ahead(operation: Operation, inputs: Tensor, dtype: torch.dtype, *, has_bias: bool) -> None:
     """Have the kernels compiled that the correction of such a call will launch; neither waits nor launches anything.
 
-    What is not foreseen here is compiled when it is launched.
+    What is not foreseen here, that of averages among it, is compiled when it is launched.
 
     Args:
         operation: what the layer does.

@@ -44,6 +44,7 @@ NETWORKS = {
     "200 rows": (lambda: dense(300, 260, 10), (200, 300), {}),
     "features": (lambda: dense(60, 50, 40), (500, 60), {}),
     "large features": (lambda: nn.Linear(600, 800), (640, 600), {}),
+    "kept inverses": (lambda: dense(60, 50, 40), (20, 60), {"averaging": 0.9}),
     "16 channels": (lambda: convolutional(3, 16, 16), (16, 3, 16, 16), CHANNELS_LAST),
     "32 channels": (lambda: convolutional(32, 32), (64, 32, 8, 8), CHANNELS_LAST),
 }
@@ -65,13 +66,13 @@ MORE_NETWORKS = {
 }
 
 
-def train(make_model, shape, at, *, dtype=torch.float32, memory_format=torch.preserve_format):
-    """Three steps, the last one as in a CUDA graph."""
+def train(make_model, shape, at, *, dtype=torch.float32, memory_format=torch.preserve_format, **options):
+    """Three steps, the last one as in a CUDA graph, if that can be."""
     model = make_model().to(dtype=dtype, memory_format=memory_format)
     inputs = torch.rand(shape).to(dtype=dtype, memory_format=memory_format)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    correction = consequent.attach(optimizer, model, at=at)
-    for is_captured in (False, False, True):
+    correction = consequent.attach(optimizer, model, at=at, **options)
+    for is_captured in (False, False, not options):
         torch.cuda.is_current_stream_capturing = lambda is_captured=is_captured: is_captured
         model(inputs).float().square().mean().backward()
         optimizer.step()
@@ -110,7 +111,7 @@ def main(capability, more=""):
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
         for make_model, shape, special in (NETWORKS | (MORE_NETWORKS if more else {})).values():
-            for at in ("step", "backward"):
+            for at in ("step",) if "averaging" in special else ("step", "backward"):
                 train(make_model, shape, at, **special)
     modules = modules_with_kernels()
     made_later = [file.name for file in modules if re.search(r"(?<!@)triton\.jit\(", file.read_text(encoding="utf-8"))]

@@ -11,6 +11,7 @@ import consequent
 from consequent.engines.inverse_factor import InverseFactor
 from consequent.maths.damping import Damping
 from consequent.reports.counters import NAMES
+from consequent.statistics.kept_inverses import Kept, invert
 from consequent.statistics.moment import Factor, Moment
 
 pytest.importorskip("triton")
@@ -52,7 +53,21 @@ def attached(model, **options):
     return optimizer, correction
 
 
-def corrected_together(model, damping, *, change=None, bad=None, keeps_moment=True):
+def as_factor(moment, damping, factor):
+    """As another rank would send it."""
+    return Factor(moment.uses, moment.features, moment.biases, moment.rows, inverse=factor)
+
+
+def as_kept(moment, damping, factor):
+    """As an average would be kept, for a step with twice the rows: their moment is halved, and grows back."""
+    level = damping.level(moment.rows, moment.columns)
+    if not damping.relative:
+        level = replace(level, value=level.value / 2)
+    inverses = invert([moment.matrix / 2, moment.matrix / 2], level)
+    return Kept(moment.uses, moment.features, moment.biases, moment.rows, inverses, place=1, growth=2.0)
+
+
+def corrected_together(model, damping, *, change=None, bad=None, becomes=None):
     """The gradients that the kernels make, the counts, and whether NaN or inf was met."""
     name = "relative_damping" if damping.relative else "damping"
     optimizer, correction = attached(model, **{name: damping.value})
@@ -69,8 +84,7 @@ def corrected_together(model, damping, *, change=None, bad=None, keeps_moment=Tr
                 level = damping.level(record.rows, record.columns)
                 inverse, status = inverse_factor(moment.matrix, level.value, of_trace=level.of_trace)
                 factor = damping, InverseFactor(inverse, status)
-            of = (moment.uses, moment.features, moment.biases, moment.rows)
-            record.statistic = Moment(*of, moment.matrix, factor) if keeps_moment else Factor(*of, inverse=factor)
+            record.statistic = becomes(moment, damping, factor) if becomes else replace(moment, factor=factor)
         assert fused.take(Work(record, damping, may_wait=False, scale=8.0))
     assert sorted(fused.sides.values()) == ["features", "samples", "samples", "samples"]
     counts = torch.zeros(len(NAMES), dtype=torch.int64, device=DEVICE)
@@ -94,13 +108,13 @@ def clipped(model):
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
 
-@pytest.mark.parametrize("keeps_moment", [True, False])  # False: another rank factorised it
+@pytest.mark.parametrize("becomes", [None, as_factor, as_kept])
 @pytest.mark.parametrize("change", [None, clipped])
 @pytest.mark.parametrize("damping", [Damping(0.1), Damping(0.05, relative=True)], ids=str)
-def test_kernels_do_what_the_plain_form_does(damping, change, keeps_moment):
+def test_kernels_do_what_the_plain_form_does(damping, change, becomes):
     model = network()
     expected = corrected_one_by_one(copy.deepcopy(model), damping, change)
-    actual, counts, is_bad = corrected_together(model, damping, change=change, keeps_moment=keeps_moment)
+    actual, counts, is_bad = corrected_together(model, damping, change=change, becomes=becomes)
     assert not is_bad
     assert counts == [1, 0, 0, 0, 0, 0]
     for name, gradient in expected.items():

@@ -6,7 +6,7 @@ its inputs were known, and what is left are two products with a lower triangular
 factor are as accurate as triangular solves, and all of their tiles can run at once.
 
 Large products are left to cuBLAS, one by one. Then the first launch gathers their gradients, and the second puts the
-products in their place.
+products in their place. So are products with inverses that are kept for several steps, layers of one shape together.
 """
 
 import math
@@ -36,7 +36,7 @@ from consequent.engines.gpu.kernels.table import (
 )
 from consequent.maths.triangular_products import by_lower, by_transposed
 
-__all__ = ["FeatureLayer", "PreparedFeatures", "prepare_features", "write_features"]
+__all__ = ["FeatureLayer", "KeptLayers", "PreparedFeatures", "prepare_features", "write_features"]
 
 PRECISION = "tf32x3"  # of matrix products: about that of float32; "ieee" is float32 itself, without tensor cores
 
@@ -78,18 +78,26 @@ class FeatureLayer(NamedTuple):
     limit: float = math.inf  # of the change of the outputs, see consequent.maths.bound, s left out
 
 
+class KeptLayers(NamedTuple):
+    """Layers of one shape whose moments were inverted before."""
+
+    layers: list[FeatureLayer]  # with ``(S + λI)⁻¹`` itself instead of its factor
+    inverses: Tensor  # all of these, [layers, D, D]
+
+
 @dataclass
 class PreparedFeatures:
     """What :func:`write_features` needs; keeps alive what the tables point to."""
 
     small: "_Multiplied | None"
     large: "_Multiplied | None"
+    kept: "_Multiplied | None"
     bad: Tensor
 
 
 @dataclass
 class _Multiplied:
-    """Layers and, in the scratch, the first product of small ones or the second one of large ones."""
+    """Layers and, in the scratch, the first product of small ones or the last one of others."""
 
     layers: Sequence[FeatureLayer]
     shapes: list[tuple[int, int]]
@@ -107,24 +115,36 @@ class _Multiplied:
         """How many each layer has in the scratch."""
         return [outputs * size for outputs, size in self.shapes]
 
-    def launch(self, kernel: Any, tiling: Tiling, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
+    def launch(
+        self,
+        kernel: Any,
+        tiling: Tiling,
+        arguments: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        scratch: Tensor | None = None,
+    ) -> None:
         """Launch as many programs for each layer as its tiles keep busy."""
         grid = (len(self.layers), tiling.programs(self.shapes), 1)
-        launch(kernel, grid, (self.table, self.scratch, *arguments), constants, num_stages=tiling.stages)
+        scratch = self.scratch if scratch is None else scratch
+        launch(kernel, grid, (self.table, scratch, *arguments), constants, num_stages=tiling.stages)
 
 
-def prepare_features(layers: Sequence[FeatureLayer], bad: Tensor) -> PreparedFeatures:
-    """``Y = G Wᵀ`` for all layers, and ``Y W`` for large ones; their gradients are read and not yet written.
+def prepare_features(layers: Sequence[FeatureLayer], bad: Tensor, kept: Sequence[KeptLayers] = ()) -> PreparedFeatures:
+    """``Y = G Wᵀ`` for all layers, and the last product for some; their gradients are read and not yet written.
 
     Args:
         layers: all on one device.
         bad: int32 of one element; becomes 1 if a layer's gradient, trace or product is not finite.
+        kept: further layers, whose moments were inverted before.
     """
     small = [layer for layer in layers if not _is_large(layer)]
     large = [layer for layer in layers if _is_large(layer)]
     with device_guard(bad.device):
         return PreparedFeatures(
-            _prepare_small(small, bad) if small else None, _prepare_large(large, bad) if large else None, bad
+            _prepare_small(small, bad) if small else None,
+            _prepare_large(large, bad) if large else None,
+            _prepare_kept(kept, bad) if kept else None,
+            bad,
         )
 
 
@@ -143,7 +163,8 @@ def write_features(
     """
     bad = prepared.bad if zeroes_bad else torch.zeros_like(prepared.bad)
     with device_guard(bad.device):
-        for multiplied, tiling in ((prepared.small, _tilings_of(prepared.small)[1]), (prepared.large, _COPIES)):
+        small = prepared.small, _tilings_of(prepared.small)[1]
+        for multiplied, tiling in (small, (prepared.large, _COPIES), (prepared.kept, _COPIES)):
             if multiplied is not None:
                 arguments = (bad, counts, sum(multiplied.entries), multiplied.parts, steps, skips)
                 constants = (*tiling[:3], PRECISION, multiplied is prepared.small)
@@ -181,6 +202,22 @@ def _prepare_large(layers: Sequence[FeatureLayer], bad: Tensor) -> _Multiplied:
         energy[0] = torch.linalg.vector_norm(product).square()
     has_factor = torch.cat([layer.status[:, 2] for layer in layers]) != 0
     bad.bitwise_or_((~torch.where(has_factor, torch.stack(largest), 0).isfinite()).any())
+    return prepared
+
+
+def _prepare_kept(groups: Sequence[KeptLayers], bad: Tensor) -> _Multiplied:
+    layers = [layer for group in groups for layer in group.layers]
+    prepared = _with_scratch(layers, bad.device, "kept features")
+    gathered = torch.empty(sum(prepared.entries), dtype=torch.float32, device=bad.device)
+    prepared.launch(_gather, _COPIES, (bad,), _COPIES[:2], gathered)
+    start = 0
+    for kept, inverses in groups:
+        shape = len(kept), kept[0].weight_grad.shape[0], inverses.shape[-1]
+        here = slice(start, start + math.prod(shape))
+        torch.bmm(gathered[here].view(shape), inverses, out=prepared.scratch[here].view(shape))
+        start = here.stop
+    prepared.launch(_energies, _COPIES, (gathered, bad, sum(prepared.entries)), _COPIES[:2])
+    prepared.parts = _COPIES.programs(prepared.shapes)
     return prepared
 
 
@@ -336,6 +373,27 @@ def _gather(table, scratch, bad, BLOCK_O: tl.constexpr, BLOCK_F: tl.constexpr):
         finite = is_finite(G) | (mask == 0)
         if (tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0) | (is_finite(tl.load(floats_at(tl.load(entry + 3)))) == 0):
             tl.store(bad, 1)
+
+
+@triton.jit(do_not_specialize=["table", "scratch", "gathered", "bad", "entries"])
+def _energies(table, scratch, gathered, bad, entries: tl.int64, BLOCK_O: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Some tiles' part of ``⟨U, G⟩``, with U in the scratch."""
+    layer, program = tl.program_id(0), tl.program_id(1)
+    entry = table + layer * _FIELDS
+    outputs, _, size, _, _, _, _ = _layer_at(entry)
+    tiles_down = tl.cdiv(outputs, BLOCK_O)
+    first = tl.load(entry + 4)
+    energy = 0.0
+    for tile in range(program, tiles_down * tl.cdiv(size, BLOCK_F), tl.num_programs(1)):
+        o = tile % tiles_down * BLOCK_O + tl.arange(0, BLOCK_O)
+        j = tile // tiles_down * BLOCK_F + tl.arange(0, BLOCK_F)
+        mask = (o < outputs)[:, None] & (j < size)[None, :]
+        place = first + o[:, None].to(tl.int64) * size + j[None, :]
+        U = tl.load(scratch + place, mask, other=0.0)
+        energy += tl.sum(tl.sum(U * tl.load(gathered + place, mask, other=0.0), 1), 0)
+        if tl.min(tl.min(is_finite(U).to(tl.int32), 1), 0) == 0:
+            tl.store(bad, 1)
+    tl.store(scratch + entries + layer * _PARTS + program, energy)
 
 
 @triton.jit(do_not_specialize=["table", "scratch", "bad", "counts", "entries", "parts", "steps", "skips"])
