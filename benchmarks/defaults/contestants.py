@@ -13,6 +13,7 @@ C_MOMENTUM_RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 
 DAMPINGS = (*(f"relative {rho}" for rho in (0.01, 0.03, 0.1, 0.2, 0.3, 1, 3)), "absolute 0.01", "absolute 1")
 BOUNDS = (0.05, 0.1, 0.2, 0.4)
+AVERAGES = ("averaging 0.95", "averaging 0.95, refresh 10")  # of inputs over batches, the second as in the race
 
 
 @dataclass(frozen=True)
@@ -78,17 +79,19 @@ KNOWN = CONTESTANTS | WITH_MEMORY
 
 
 def options_of(damping: str) -> dict[str, float | None]:
-    """What ``consequent.attach`` is given: a damping, and a bound if there is one.
+    """What ``consequent.attach`` is given: a damping, averages if there are any, and last a bound if there is one.
 
     >>> options_of("relative 0.1")
     {'bound': None, 'relative_damping': 0.1}
-    >>> options_of("absolute 1, bound 0.2")
-    {'bound': 0.2, 'damping': 1.0}
+    >>> options_of("absolute 1, averaging 0.95, refresh 10, bound 0.2")
+    {'bound': 0.2, 'damping': 1.0, 'averaging': 0.95, 'refresh': 10}
     """
-    damping, _, bound = damping.partition(", bound ")
-    kind, value = damping.split()
-    name = {"relative": "relative_damping", "absolute": "damping"}[kind]
-    return {"bound": float(bound) if bound else None, name: float(value)}
+    names = {"relative": "relative_damping", "absolute": "damping"}
+    options: dict[str, float | None] = {"bound": None}
+    for part in damping.split(", "):
+        name, value = part.split()
+        options[names.get(name, name)] = int(value) if name == "refresh" else float(value)
+    return options
 
 
 def damping_for(contestant: str, damping: str) -> str:
