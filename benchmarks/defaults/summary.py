@@ -5,7 +5,15 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from benchmarks.defaults.contestants import CONTESTANTS, KNOWN, WITH_MEMORY, damping_for, unbounded, with_bounds
+from benchmarks.defaults.contestants import (
+    AVERAGES,
+    CONTESTANTS,
+    KNOWN,
+    WITH_MEMORY,
+    damping_for,
+    unbounded,
+    with_bounds,
+)
 from benchmarks.defaults.study import TUNING_SEED, Record, Results, Run, Scope, stress
 
 LARGEST_RATIO = 100.0
@@ -257,6 +265,22 @@ def by_memory(judge: Judge, damping: str, rates: Sequence[float]) -> str:
     return table(["", "β₂", "each with its best rate", *(f"{rate:g} for all" for rate in rates)], rows)
 
 
+def by_averages(judge: Judge, damping: str, rates: dict[str, Sequence[float]]) -> str:
+    """Averages over batches: each task with its best rate, without a bound, and one rate for all tasks."""
+    columns = max(map(len, rates.values()))
+    rows: list[list[object]] = []
+    for name, of_name in rates.items():
+        for averages in ("", *AVERAGES):
+            tuned = f"{unbounded(damping)}, {averages}" if averages else unbounded(damping)
+            bounded = damping_for(name, tuned + damping.removeprefix(unbounded(damping)))
+            cases = [(tuned, None), *((bounded, rate) for rate in of_name)]
+            found = [judge.verdict(name, of_case, rate, judge.scope.seeds) for of_case, rate in cases]
+            if found[0].of_task:
+                single = [f"{rate:g}: {verdict}" for rate, verdict in zip(of_name, found[1:], strict=True)]
+                rows.append([name, averages or "none", found[0], *single, *[""] * (columns - len(single))])
+    return table(["", "averages", "each with its best rate", *["one rate for all"] * columns], rows)
+
+
 def _of_kind(name: str) -> list[str]:
     return [other for other in WITH_MEMORY if other.split()[0] == name]
 
@@ -308,6 +332,8 @@ def tables(scope: Scope, results: Results, rates: dict[str, float], damping: str
         under_stress(judge, damping),
         f"## How long Adam remembers squares (β₂), {searched}, seeds {seeds}",
         by_memory(judge, searched, (1e-3, 3e-3)),
+        f"## Averages over batches, {damping}, seeds {seeds}",
+        by_averages(judge, damping, {"c-adam": (1e-3, 3e-3), "c-sgd": (0.1,)}),
         "## Seconds for each run, medians",
         seconds(judge),
     ]

@@ -1,4 +1,4 @@
-"""Second moments that are averaged over steps, and factorised only now and then: ``averaging=β, refresh=T``.
+"""Second moments that are averaged over steps, and inverted only now and then: ``averaging=β, refresh=T``.
 
 Every T-th step of a layer goes into its average, ``n ← β n + N`` and ``S ← S + (XXᵀ/N − S) N/n`` from ``n = 0`` on,
 which is inverted anew. So S is the mean of xxᵀ over all rows so far, where those of a refresh weigh β times those of

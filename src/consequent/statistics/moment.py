@@ -87,7 +87,7 @@ class Moment(Statistic):
 
 @dataclass(frozen=True, eq=False)
 class Factor(Statistic):
-    """The factor of a moment that another rank made, or that is kept for several steps.
+    """The factor of a moment that another rank made.
 
     Attributes:
         inverse: of the moment plus this λ, where the host may not look;
