@@ -69,6 +69,7 @@ def test_the_tables_are_those_of_the_summary(judge):
         summary.behind(judge, BOUNDED, RATES),
         summary.learning_rates(judge, DAMPING),
         summary.by_memory(judge, DAMPING, (1e-3, 3e-3)),
+        summary.by_averages(judge, BOUNDED, {"c-adam": (1e-3, 3e-3), "c-sgd": (0.1,)}),
         *(summary.by_rate(default, name) for name in CONTESTANTS),
     ]
     for table in tables:
@@ -275,12 +276,51 @@ def test_what_is_said_of_the_memory_of_squares(judge):
     assert numbers(r"too slow, it is (\S+) against ([\d.]+)\. Adam") == [
         rounded(verdict(name, 0.001).mean) for name in (short, long)
     ]
-    told = re.findall(r"(\d\.\d\d) instead of (\d\.\d\d) on `([\w-]+)`", PROSE)
+    told = re.findall(INSTEAD, PROSE.split("## Averages over batches")[0])
     assert len(told) == 6
     for of_short, of_long, task in told:
         assert [float(of_short), float(of_long)] == [
             rounded(verdict(name, None, [task]).mean) for name in (short, long)
         ]
+
+
+INSTEAD = r"(\d\.\d\d) instead of (\d\.\d\d) on `([\w-]+)`"
+
+
+def test_what_is_said_of_averages(judge):
+    averages = f"{DAMPING}, averaging 0.95, refresh 10"
+
+    def gain(name, of_case, plain, rate):
+        with_them, without = (judge.verdict(name, case, rate, study.SEEDS) for case in (of_case, plain))
+        return [with_them.mean, without.mean], without.mean / with_them.mean > with_them.noise * without.noise
+
+    tuned, is_clear = gain("c-adam", averages, DAMPING, None)
+    single, is_clear_at_one_rate = gain("c-adam", averages, DAMPING, 0.003)
+    assert not is_clear
+    assert not is_clear_at_one_rate
+    said = numbers(
+        r"lower, (\S+) against (\S+) with tuned rates and (\S+) against (\S+) at 0\.003, but within the noise"
+    )
+    assert said == [rounded(mean) for mean in (*tuned, *single)]
+    bounded = f"{averages}{BOUNDED.removeprefix(DAMPING)}"
+    single, is_clear_at_one_rate = gain("c-sgd", bounded, BOUNDED, 0.1)
+    tuned, is_clear = gain("c-sgd", bounded, BOUNDED, None)
+    assert is_clear_at_one_rate
+    assert not is_clear
+    said = numbers(
+        r"much lower at 0\.1, (\S+) against (\S+), but with tuned rates and the bound (\S+) against (\S+) is"
+    )
+    assert said == [rounded(mean) for mean in (*single, *tuned)]
+    told = re.findall(INSTEAD, PROSE.split("## Averages over batches")[1])
+    assert len(told) == 6
+    for ours, theirs, task in told:
+        means = [judge.verdict("c-sgd", case, 0.1, study.SEEDS, [task]).mean for case in (bounded, BOUNDED)]
+        assert [float(ours), float(theirs)] == [rounded(mean) for mean in means]
+    unbounded = judge.verdict("c-sgd", averages, None, study.SEEDS)
+    assert numbers(r"tuned rates (\d+) of (\d+) runs of C-SGD diverged without it") == [
+        unbounded.diverged,
+        unbounded.runs,
+    ]
 
 
 def test_the_rate_that_c_adam_has_by_default(judge):

@@ -266,18 +266,22 @@ def by_memory(judge: Judge, damping: str, rates: Sequence[float]) -> str:
 
 
 def by_averages(judge: Judge, damping: str, rates: dict[str, Sequence[float]]) -> str:
-    """Averages over batches: each task with its best rate, without a bound, and one rate for all tasks."""
+    """Averages over batches, with and without the bound: each task with its best rate, and one rate for all tasks."""
     columns = max(map(len, rates.values()))
     rows: list[list[object]] = []
     for name, of_name in rates.items():
-        for averages in ("", *AVERAGES):
-            tuned = f"{unbounded(damping)}, {averages}" if averages else unbounded(damping)
-            bounded = damping_for(name, tuned + damping.removeprefix(unbounded(damping)))
-            cases = [(tuned, None), *((bounded, rate) for rate in of_name)]
-            found = [judge.verdict(name, of_case, rate, judge.scope.seeds) for of_case, rate in cases]
-            if found[0].of_task:
-                single = [f"{rate:g}: {verdict}" for rate, verdict in zip(of_name, found[1:], strict=True)]
-                rows.append([name, averages or "none", found[0], *single, *[""] * (columns - len(single))])
+        bound = damping_for(name, damping).removeprefix(unbounded(damping))
+        for averages in ("", *(f", {one}" for one in AVERAGES)):
+            for of_bound in dict.fromkeys(["", bound]):
+                of_case = unbounded(damping) + averages + of_bound
+                tuned = judge.verdict(name, of_case, None, judge.scope.seeds)
+                single = [judge.verdict(name, of_case, rate, judge.scope.seeds) for rate in of_name]
+                cells = [
+                    f"{rate:g}: {one}" if not one.missing else "" for rate, one in zip(of_name, single, strict=True)
+                ]
+                if tuned.of_task:
+                    title = (averages + of_bound).removeprefix(", ") or "none"
+                    rows.append([name, title, tuned, *cells, *[""] * (columns - len(cells))])
     return table(["", "averages", "each with its best rate", *["one rate for all"] * columns], rows)
 
 
