@@ -372,7 +372,7 @@ def test_what_is_said_of_controls_is_what_was_found(resnet20_finding):
     (iteration,) = re.findall(r"training set by then \(C-SGD: after ([\d,]+) iterations\)", text)
     never = "SGD control not within 10,000, SGD-BN control not within 10,000"
     assert re.match(rf"99 %: C-SGD {iteration} \([^)]*\), {never};", earlier.measured)
-    (ends,) = re.findall(r"the control, too, has the lower loss until iteration ([\d,]+) to ([\d,]+)\.", text)
+    (ends,) = re.findall(r"the control, too, has the lower loss until iteration ([\d,]+) to ([\d,]+), and", text)
     assert f"({'–'.join(ends)}; 9 pairs of seeds)." in earlier.measured
     little = measured_of(resnet20_finding, "change little")
     (said,) = re.findall(r"lower the loss by ([\d.]+) decades \(SGD\) and ([\d.]+) \(SGD-BN\) on average", text)
