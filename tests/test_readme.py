@@ -376,9 +376,44 @@ def test_test_accuracies_of_resnet20_are_as_is_said(resnet20_finding):
     (column,) = (place for place, name in enumerate(table.columns) if name.startswith("test accuracy"))
     means = {row[0]: float(re.match(r"[\d.]+", str(row[column])).group()) for row in table.rows}
     assert max(means["C-SGD"], means["C-Nesterov"]) <= means["SGD"] + 0.001
-    with_norm = {"SGD-BN", "Nesterov-BN", "Adam-BN"}
+    with_norm = {"SGD-BN", "Nesterov-BN", "Adam-BN", "SGD-BN control"}
     assert min(means[name] for name in with_norm) > 0.05 + max(means[name] for name in means.keys() - with_norm)
     assert measured_of(resnet20_finding, "the combination of them did not help").verdict == "holds"
+
+
+def test_what_is_said_of_controls_is_what_was_found(resnet20_finding):
+    text = prose("paper")
+    better, plain = (
+        measured_of(resnet20_finding, words) for words in ("also better than SGD", "Nesterov respectively")
+    )
+    said = re.search(r"loss is ([\d.]+) decades below the SGD control's \(SGD's: ([\d.]+)\) and ([\d.]+) below", text)
+    control, with_norm = re.findall(r"below SGD\S* control \+([\d.]+)", better.measured)
+    assert said.groups() == (control, re.search(r"C-SGD below SGD \+([\d.]+)", plain.measured).group(1), with_norm)
+    earlier = measured_of(resnet20_finding, "knows the training set earlier")
+    assert (better.verdict, earlier.verdict) == ("holds", "holds")
+    (iteration,) = re.findall(r"training set by then \(C-SGD: after ([\d,]+) iterations\)", text)
+    never = "SGD control not within 10,000, SGD-BN control not within 10,000"
+    assert re.match(rf"99 %: C-SGD {iteration} \([^)]*\), {never};", earlier.measured)
+    (ends,) = re.findall(r"the control, too, has the lower loss until iteration ([\d,]+) to ([\d,]+), and", text)
+    assert f"({'–'.join(ends)}; 9 pairs of seeds)." in earlier.measured
+    little = measured_of(resnet20_finding, "change little")
+    (said,) = re.findall(r"lower the loss by ([\d.]+) decades \(SGD\) and ([\d.]+) \(SGD-BN\) on average", text)
+    assert (list(said), little.parts) == (re.findall(r"below SGD\S* \+([\d.]+)", little.measured), (False, True))
+
+
+def test_test_accuracies_of_controls_are_as_is_said(resnet20_finding):
+    accuracies = {}
+    for words in ("also better than SGD", "change little"):
+        for label, *numbers in re.findall(
+            r"([\w-]+(?: control)?) ([\d.]+) \(([\d.]+)–([\d.]+)\)", measured_of(resnet20_finding, words).circumstances
+        ):
+            accuracies[label] = [float(number) for number in numbers]
+    pattern = r"SGD control, ([\d.]+) %, is ([\d.]+) points above SGD's and ([\d.]+) above C-SGD's"
+    control, above_plain, above_ours = map(float, re.search(pattern, prose("paper")).groups())
+    mean, lowest, _ = accuracies["SGD control"]
+    assert (mean, lowest > accuracies["C-SGD"][2]) == (control, True)
+    assert mean - accuracies["SGD"][0] == pytest.approx(above_plain, abs=0.1)
+    assert mean - accuracies["C-SGD"][0] == pytest.approx(above_ours, abs=0.1)
 
 
 def measured_of(finding, words):

@@ -155,7 +155,8 @@ def _show(screen: Console, finding: "Finding", with_verdicts: bool) -> None:
         return
     for statement in finding.statements:
         share = f" ({statement.share})" if statement.share else ""
-        screen.print(f"  {statement.verdict.upper()}{share}: {statement.paper}", markup=False, soft_wrap=True)
+        whose = "a control, not the paper's: " if statement.kind == "control" else ""
+        screen.print(f"  {statement.verdict.upper()}{share}: {whose}{statement.paper}", markup=False, soft_wrap=True)
         for text in (statement.measure, statement.measured, statement.circumstances):
             if text:
                 screen.print(f"    {text}", markup=False, soft_wrap=True)

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Verdict = Literal["holds", "holds in part", "does not hold", "not measured"]
-Kind = Literal["empirical", "digits", "toy"]
+Kind = Literal["empirical", "digits", "toy", "control"]
 # What was looked at, in the order in which it counts.
 KINDS: dict[Kind, str] = {
     "empirical": "the paper's networks and data",
     "digits": "small networks on the digits",
     "toy": "toys and algebra",
+    "control": "controls: ours, not the paper's",
 }
 Number = float | None  # None: not measured there
 
@@ -110,7 +111,7 @@ def _check_name(kind: str, name: str) -> None:
 class Statement:
     """What the paper says, how that is measured, and what was found."""
 
-    paper: str  # its own words; […] is what was left out
+    paper: str  # its own words; […] is what was left out; a control's are ours
     kind: Kind
     measure: str  # what is measured, and the limit up to which the statement holds
     measured: str

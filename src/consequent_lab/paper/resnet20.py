@@ -1,6 +1,6 @@
 """The paper's fourth experiment: ResNet-20 on CIFAR-10, three optimisers, plain and C-, and BatchNorm.
 
-The paper's SGD has momentum here, 0.95 as Nesterov has.
+The paper's SGD has momentum here, 0.95 as Nesterov has. Two controls are not the paper's.
 """
 
 import math
@@ -17,6 +17,7 @@ from consequent_lab.paper.rates import Search
 from consequent_lab.paper.recipes import Contestant, Race
 from consequent_lab.paper.resnet20_statements import (
     ALL_CORRECT,
+    CONTROL,
     NAME,
     forgotten,
     last_common_epoch,
@@ -24,12 +25,13 @@ from consequent_lab.paper.resnet20_statements import (
     reaches,
     statements,
     stays_at_all,
+    without_controls,
 )
 from consequent_lab.train_config import TrainConfig
 
 SEEDS = (0, 1, 2)
 LONG, SHORT = 40_000, 10_000  # iterations; the paper has C-SGD and SGD-BN cross after 25,000
-# In the order of importance. Those with three seeds carry the headlines.
+# In the order of importance. Those with three seeds carry the headlines, controls aside.
 LABELS = {
     "C-SGD": (LONG, SEEDS),
     "SGD-BN": (LONG, SEEDS),
@@ -41,10 +43,9 @@ LABELS = {
     "C-Adam": (SHORT, SEEDS[:1]),
     "Adam-BN": (SHORT, SEEDS[:1]),
     "C-SGD-BN": (SHORT, SEEDS[:1]),
-    "SGD, C- inputs": (SHORT, SEEDS),
-    "SGD-BN, C- inputs": (SHORT, SEEDS),
+    "SGD control": (SHORT, SEEDS),
+    "SGD-BN control": (SHORT, SEEDS),
 }
-CONTROL = ", C- inputs"  # plain, with the inputs' range and the last layer's rate that the paper has for C- alone
 OPTIMISERS: dict[str, Literal["momentum", "nesterov", "adam"]] = {
     "SGD": "momentum",
     "Nesterov": "nesterov",
@@ -54,6 +55,7 @@ HEADLINES = ("C-SGD", "SGD", "SGD-BN")
 WITHOUT_BN = ("C-SGD", "C-Nesterov", "C-Adam", "SGD", "Nesterov", "Adam")
 WITH_BN = ("C-SGD", "C-Nesterov", "C-SGD-BN", "SGD-BN", "Nesterov-BN", "Adam-BN")
 LONG_RUNS = ("C-SGD", "SGD-BN")
+WITH_CONTROLS = ("C-SGD", "SGD", "SGD control", "SGD-BN", "SGD-BN control")
 # What panels show: whom, and up to which iteration, so that no panel is longer than its curves.
 PANELS = {
     "without BatchNorm": (WITHOUT_BN, SHORT),
@@ -71,11 +73,11 @@ def race(quick: bool = False) -> Race:
     """Returns the experiment, or a really small one on the digits."""
     contestants = tuple(
         Contestant(
-            label.lower().replace(CONTROL.lower(), "-control"),
+            label.lower().replace(" ", "-"),
             label,
             _config(label, iterations, quick),
             seeds[:2] if quick else seeds,
-            headline=len(seeds) > 1,
+            headline=len(seeds) > 1 and not label.endswith(CONTROL),
         )
         for label, (iterations, seeds) in LABELS.items()
     )
@@ -117,27 +119,30 @@ def finding(*runs: Path) -> Finding:
     """Returns the finding from what is kept."""
     kept, every = kept_race(race, runs)
     contestants = {one.label: one for one in every}
+    of_the_paper = without_controls(contestants)
     searched = {
-        "without BatchNorm": [contestants[label] for label in WITHOUT_BN],
-        "with BatchNorm": [one for one in every if one.label.endswith("-BN")],
+        "without BatchNorm": [contestants[label] for label in (*WITHOUT_BN, f"SGD{CONTROL}")],
+        "with BatchNorm": [one for one in every if one.label.removesuffix(CONTROL).endswith("-BN")],
     }
     return race_finding(
         NAME,
         "ResNet-20",
         "CIFAR-10, mini-batches of 128, momentum 0.95, λ = 0.03. Plain optimisers with and without BatchNorm (inputs "
         "in [−1, 1]) against their C- versions without it (inputs in [−½, ½], the last layer's learning rate × 0.1), "
-        "as in the paper. No augmentation, no weight decay.",
+        "as in the paper. No augmentation, no weight decay. Controls, which are not the paper's: plain SGD with the C- "
+        "versions' inputs and last layer's rate.",
         (kept, every),
         [
-            _headline_figure(contestants),
-            _epoch_figure(contestants),
-            _batch_figure(contestants),
-            _norms_figure(contestants),
+            _headline_figure(of_the_paper),
+            _epoch_figure(of_the_paper),
+            _batch_figure(of_the_paper),
+            _norms_figure(of_the_paper),
+            _controls_figure(contestants),
             search_figure(f"{NAME}-search", kept, searched),
         ],
         lambda: statements(kept, contestants),
         [headlines_table(every)],
-        lambda: lead(contestants),
+        lambda: lead(of_the_paper),
     )
 
 
@@ -280,6 +285,21 @@ def _panels(
         for what, offered in axes.items()
         for title, (labels, until) in PANELS.items()
     ]
+
+
+def _controls_figure(contestants: dict[str, KeptContestant]) -> Figure:
+    axes = [Axis("epoch_loss", "training loss over the epoch", log=True), TEST_ACCURACY]
+    series = [one for label in WITH_CONTROLS for one in contestants[label].series([a.column for a in axes], SHORT)]
+    titles = ("training loss", "test accuracy")
+    return Figure(
+        name=f"{NAME}-controls",
+        title="Controls: plain SGD with the inputs and the last layer's rate of C-SGD",
+        caption="Inputs in [−½, ½] and the last layer's learning rate × 0.1, which the paper has for C- versions "
+        f"alone; three seeds each, the first {SHORT:,} iterations. The controls were not timed.",
+        panels=[
+            Panel(title, series, ITERATIONS_OR_SECONDS[:1], [axis]) for title, axis in zip(titles, axes, strict=True)
+        ],
+    )
 
 
 def _norms_figure(contestants: dict[str, KeptContestant]) -> Figure:

@@ -38,6 +38,7 @@ from consequent_lab.paper.recipes import Race
 from consequent_lab.paper.statements import Found, Outcome, judged, statement_rows
 
 NAME = "resnet20"
+CONTROL = " control"  # plain, with the inputs' range and the last layer's rate that the paper has for C- alone
 ALL_CORRECT = 0.9999  # over an epoch: 5 of 50,000 samples may be wrong, each was seen before its step
 C_SGD_AT, C_NESTEROV_AT, CROSSING_AT = 8_000, 7_000, 25_000  # iterations that the paper names
 EQUAL_WINDOW = 10_000  # iterations that every contestant has
@@ -65,6 +66,7 @@ RULES: dict[str, Callable[[list[float]], bool | None]] = {
     "much above 0": partial(all_above, limit=MUCH),
     "at most 0": lambda values: max(values) <= 0 if values else None,
     "below 0": lambda values: max(values) < 0 if values else None,
+    "about 0": lambda values: max(map(abs, values)) <= CHANGES_LITTLE if values else None,
 }
 
 
@@ -125,20 +127,29 @@ def span_of_norms(runs: Sequence[KeptRun]) -> float | None:
 
 
 def statements(race: Race, kept: dict[str, KeptContestant]) -> list[Statement]:
-    """Returns the paper's statements on what is kept.
+    """Returns the paper's statements on what is kept, and controls; none of the paper's is judged by a control's runs.
 
     Args:
         race: which it was.
         kept: its contestants by label.
     """
-    judge = Judge(kept)
-    at = last_common_epoch(list(kept.values()))
+    of_the_paper = without_controls(kept)
+    on_the_paper, on_all = Judge(of_the_paper), Judge(kept)
+    at = last_common_epoch(list(of_the_paper.values()))
     outcomes = {
-        name: Outcome(*judge.found(name, row), circumstances(race, [kept[label] for label in row.get("on", ())], at))
+        name: Outcome(
+            *(on_all if "control" in row else on_the_paper).found(name, row),
+            circumstances(race, [kept[label] for label in row.get("on", ())], at),
+        )
         for name, row in statement_rows(NAME).items()
         if not row.get("not_run")
     }
     return judged(NAME, "empirical", outcomes, globals())
+
+
+def without_controls(kept: dict[str, KeptContestant]) -> dict[str, KeptContestant]:
+    """Returns the contestants that the paper has, too."""
+    return {label: one for label, one in kept.items() if not label.endswith(CONTROL)}
 
 
 class Judge:
@@ -202,14 +213,19 @@ class Judge:
         pairs = list(product(*(self._kept[label].curves("epoch_loss") for label in ("C-SGD", "SGD-BN"))))
         early = [zip(one[:BEGINNING], two[:BEGINNING], strict=False) for one, two in pairs]
         won = [float(sum(mine < yours for (_, mine), (_, yours) in both)) for both in early]
-        until = [crossing(*(up_to(curve, EQUAL_WINDOW) for curve in pair)) for pair in pairs]
         mean = lowered(self._kept["C-SGD"], self._kept["SGD-BN"], measure=partial(advantage, until=CROSSING_AT))
         text = (
-            f"{spread(won, '.1f', 'pairs of seeds')} epochs. From iteration "
-            f"{spread(until, of='pairs of seeds', within=EQUAL_WINDOW)} on it stays below, as far as {EQUAL_WINDOW:,}. "
+            f"{spread(won, '.1f', 'pairs of seeds')} epochs. "
+            f"From iteration {self._below_from('SGD-BN')} on it stays below, as far as {EQUAL_WINDOW:,}. "
             f"A mean until {CROSSING_AT:,}, which hides this: {decades(mean)} decades below."
         )
         return text, [all_above(won, BEGINNING / 2)]
+
+    def _below_from(self, label: str) -> str:
+        """From which iteration on C-SGD's loss stays below another one's, as far as all are compared."""
+        curves = (self._kept[one].curves("epoch_loss") for one in ("C-SGD", label))
+        found = [crossing(*(up_to(curve, EQUAL_WINDOW) for curve in pair)) for pair in product(*curves)]
+        return spread(found, of="pairs of seeds", within=EQUAL_WINDOW)
 
     def _stays_stable(self) -> Found:
         rough = {
@@ -294,6 +310,21 @@ class Judge:
         common = min(self._iterations(label) for label in labels)
         totals = {label: [forgotten(run, until=common) for run in self._kept[label].runs] for label in labels}
         return f"In {common:,} iterations: {_spreads(totals)}.", [all_below(*totals.values())]
+
+    def _earlier_than_controls(self) -> Found:
+        shown, parts = [], []
+        controls = [label for label in self._kept if label.endswith(CONTROL)]
+        for level in (HIGH_ACCURACY, ALL_CORRECT):
+            found = {
+                label: [first_above(curve, level) for curve in self._kept[label].curves("epoch_accuracy")]
+                for label in ("C-SGD", *controls)
+            }
+            places = [f"{label} {spread(some, within=self._iterations(label))}" for label, some in found.items()]
+            shown.append(f"{100 * level:g} %: {', '.join(places)}")
+            parts += [all_earlier(found["C-SGD"], found[label]) for label in controls]
+        below = ", ".join(f"{label} {self._below_from(label)}" for label in controls)
+        shown.append(f"C-SGD's loss stays below from iteration: {below}")
+        return f"{'; '.join(shown)}.", parts
 
     def _iterations(self, label: str) -> int:
         """How long the shortest run of a contestant is."""

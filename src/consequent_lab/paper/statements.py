@@ -49,6 +49,8 @@ def judged(experiment: str, kind: Kind, outcomes: Mapping[str, Outcome], names: 
             measured = NOT_TIMED if row.get("timed") else NOT_MEASURED
         measure = re.sub(r"(?<=\d)%", " %", row["measure"].format_map(names))
         remark = row.get("remark", "")
-        kind_of_this = row.get("kind", kind)
-        found.append(Statement(row["paper"], kind_of_this, measure, measured, tuple(parts), circumstances, remark))
+        words, kind_of_this = row.get("paper", ""), row.get("kind", kind)
+        if "control" in row:
+            words, kind_of_this = row["control"], "control"
+        found.append(Statement(words, kind_of_this, measure, measured, tuple(parts), circumstances, remark))
     return found

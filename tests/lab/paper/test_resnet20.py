@@ -7,7 +7,7 @@ from synthetic import contestant, kept, metric_lines
 from synthetic import verdict as verdict_among
 
 from consequent_lab.paper.resnet20 import LABELS, headlines_table, race
-from consequent_lab.paper.resnet20_statements import statements
+from consequent_lab.paper.resnet20_statements import CONTROL, statements
 from consequent_lab.train_config import TrainConfig
 
 BEATS_PLAIN, ADAM, C_ADAM, SGD = "Nesterov respectively", "at all", "C-Adam did not change", "SGD does better"
@@ -18,6 +18,7 @@ PARAMETERS, GRADIENTS, CONFLICT = "less learnable parameters", "vanishing and ex
 PLAIN_IN_TIME, EQUAL_IN_TIME = "much better than their plain", "almost the same"
 ADAM_IN_TIME, NESTEROV_IN_TIME = "performed better than Adam", "better than Nesterov-BN"
 HIGHEST, FORGETS_LESS = "highest accuracies", "less often"
+BEATS_CONTROLS, EARLIER, CHANGE_LITTLE = "also better than SGD", "knows the training set earlier", "change little"
 CONFIG = TrainConfig(log_every=100)
 EPOCH = 500  # iterations
 EPOCHS = 80
@@ -52,7 +53,7 @@ def verdict(words, **runs):
     contestants = {
         label: contestant(label, *runs.get(key, ()), seconds=seconds.get(key))
         for label in LABELS
-        if (key := label.lower().replace("-", "_"))
+        if (key := label.lower().replace("-", "_").replace(" ", "_"))
     }
     return verdict_among(statements(race(), contestants), words)
 
@@ -60,7 +61,7 @@ def verdict(words, **runs):
 def test_nothing_is_measured_without_runs():
     found = statements(race(), {label: contestant(label) for label in LABELS})
     assert [PARAMETERS in one.paper for one in found if one.kind == "toy"] == [True]
-    assert {one.verdict for one in found if one.kind == "empirical"} == {"not measured"}
+    assert {one.verdict for one in found if one.kind in ("empirical", "control")} == {"not measured"}
 
 
 def test_better_than_plain_in_every_pair_of_seeds():
@@ -187,6 +188,41 @@ def test_time_to_a_high_accuracy():
     never = [0.9] * EPOCHS
     assert verdict(NESTEROV_IN_TIME, **runs | {"nesterov_bn": [run(accuracies=never)]}, seconds=seconds) == "holds"
     assert verdict(HIGHEST, **runs, seconds=seconds | {"sgd_bn": 0.013, "nesterov_bn": 0.013}) == "holds in part"
+
+
+def test_controls_are_judged_by_the_limits_of_the_paper_s_statements():
+    def controls(*runs):
+        return {"sgd_control": runs, "sgd_bn_control": runs}
+
+    ours, better = [run(losses=falling(0.5))], [run(), run(1, losses=falling(0.4))]
+    assert verdict(BEATS_CONTROLS, c_sgd=ours, **controls(run())) == "holds"
+    assert verdict(BEATS_CONTROLS, c_sgd=ours, sgd_control=[run()], sgd_bn_control=better) == "holds in part"
+    assert verdict(BEATS_CONTROLS, c_sgd=ours, **controls(*better)) == "does not hold"
+    late, early = run(accuracies=rising(13)), run(accuracies=rising(11))
+    assert verdict(EARLIER, c_sgd=[run()], **controls(late)) == "holds"
+    assert verdict(EARLIER, c_sgd=[run()], sgd_control=[late], sgd_bn_control=[late, early]) == "holds in part"
+    assert verdict(EARLIER, c_sgd=[run()], **controls(early)) == "does not hold"
+    plain = {"sgd": [run()], "sgd_bn": [run()]}
+    for factor, expected in ((0.85, "holds"), (1.2, "holds"), (0.75, "does not hold"), (1.3, "does not hold")):
+        assert verdict(CHANGE_LITTLE, **plain, **controls(run(losses=falling(factor)))) == expected, factor
+
+
+def test_controls_change_nothing_that_is_said_of_the_paper():
+    """Not even if they are best in everything, or too short to be compared."""
+
+    def tested(one, accuracy):
+        return replace(one, lines=[line | {"test_accuracy": accuracy} for line in one.lines])
+
+    def found(*of_controls):
+        contestants = {}
+        for one in race().contestants:
+            runs = [tested(run(), 0.9 if one.label == "C-SGD" else 0.8)]
+            shown = contestant(one.label, *(of_controls if one.label.endswith(CONTROL) else runs), seconds=0.01)
+            contestants[one.label] = replace(shown, contestant=one)
+        return [one for one in statements(race(), contestants) if one.kind != "control"]
+
+    best = tested(run(losses=falling(1e-3), accuracies=[1.0] * EPOCHS), 1.0)
+    assert found(best) == found(replace(best, lines=best.lines[:3])) == found()
 
 
 def test_runs_of_different_lengths_are_compared_after_an_epoch_that_all_have():
