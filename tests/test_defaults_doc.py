@@ -316,6 +316,11 @@ def test_what_is_said_of_averages(judge):
     for ours, theirs, task in told:
         means = [judge.verdict("c-sgd", case, 0.1, study.SEEDS, [task]).mean for case in (bounded, BOUNDED)]
         assert [float(ours), float(theirs)] == [rounded(mean) for mean in means]
+    told = re.findall(r"`([\w-]+)`, (\d\.\d\d) for (\d\.\d\d)", PROSE)
+    assert len(told) == 3
+    for task, ours, theirs in told:
+        means = [judge.verdict("c-adam", case, 0.003, study.SEEDS, [task]).mean for case in (averages, DAMPING)]
+        assert [float(ours), float(theirs)] == [rounded(mean) for mean in means]
     unbounded = judge.verdict("c-sgd", averages, None, study.SEEDS)
     assert numbers(r"tuned rates (\d+) of (\d+) runs of C-SGD diverged without it") == [
         unbounded.diverged,

@@ -94,7 +94,9 @@ def test_the_race_of_perceptrons_is_the_one_in_results():
     assert [ours, others] == [", ".join(seconds[:2]), ", ".join(seconds[2:])]
     beside = kept[128].of_kind("time", "C-SGD")[-1]["milliseconds"]["eager"]["median"]
     arrival = int(median_of(races[128]["C-SGD"][steps]))
-    assert f"when C-SGD took {arrival * beside / 1e3:.3g} s beside them" in PROSE
+    adam = kept[128].of_kind("time", "C-Adam")[-1]["milliseconds"]["eager"]["median"]
+    of_adam = int(median_of(races[128]["C-Adam"][steps])) * adam
+    assert f"when C-SGD took {arrival * beside / 1e3:.3g} s and C-Adam {of_adam / 1e3:.3g} s beside them" in PROSE
     assert {line["device"] for line in kept[128].lines if line["kind"] == "time"} == {"NVIDIA H200"}
     _, _, ours, others = row_of("the same, 128 | best test accuracy")
     accuracy = "best test accuracy"
@@ -116,7 +118,7 @@ def test_the_race_of_perceptrons_is_the_one_in_results():
 def test_what_is_said_of_that_race_is_so():
     pattern = (
         r"at 0\.0003, C-Adam needed ([\d,]+), (\d+) and (\d+) steps, averaged ([\d,]+), (\d+) and (\d+) "
-        r"\(FOOF ([\d,]+) and (\d+)\)"
+        r"\(FOOF ([\d,]+) and (\d+), at 512 it did not arrive\)"
     )
     cases = [(batch, name) for name in ("C-Adam", "C-Adam-averaged") for batch in (32, 128, 512)]
     cases += [(32, "FOOF"), (128, "FOOF")]
@@ -130,6 +132,10 @@ def test_what_is_said_of_that_race_is_so():
     for batch, rate in zip((32, 128, 512), rates, strict=True):
         results = Results.of(TASKS[f"mlp-cifar10-b{batch}"], ROOT / "results" / "race")
         assert results.best("C-Adam")["settings"]["lr"] == pytest.approx(float(rate), rel=0.05)
+    first, rest = re.search(r"refresh=10\)`, (\S+) at 32 and (\S+) at 128 and 512", PROSE).groups()
+    for batch, rate in ((32, first), (128, rest), (512, rest)):
+        results = Results.of(TASKS[f"mlp-cifar10-b{batch}"], ROOT / "results" / "race")
+        assert results.best("C-Adam-averaged")["settings"]["lr"] == pytest.approx(float(rate), rel=0.05)
 
 
 def test_resnet20_without_batch_norm_is_the_one_in_results():
