@@ -9,6 +9,7 @@ from torch.func import functional_call
 
 from benchmarks.large_batches import gain, network
 
+AVERAGED = "`averaging=0.95, refresh=10`"
 ROOT = pathlib.Path(__file__).parents[2]
 TEXT = (ROOT / "results" / "large_batches.txt").read_text()
 PAGE = (ROOT / "docs" / "choosing.md").read_text().split("## Many more samples than inputs")[1].split("\n## ")[0]
@@ -29,9 +30,9 @@ def test_the_table_of_the_page_is_in_the_results():
     lines = [line for line in PAGE.splitlines() if line.startswith("| ")]
     heads, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     columns = [head.replace(",000", "000").removesuffix(" at each step") for head in heads[1:]]
-    assert len(rows) == 7
+    assert len(rows) == 8
     for name, *cells in rows:
-        name = name.removeprefix("plain ").replace("`relative_damping=10`", "ρ = 10")
+        name = name.removeprefix("plain ").replace("`relative_damping=10`", "ρ = 10").replace(AVERAGED, "averaged")
         assert [known[name][column] for column in columns] == cells
 
 
@@ -39,6 +40,8 @@ def test_the_numbers_in_the_text_are_in_the_results():
     ends, after_75, gains, digits = tables().values()
     no_bound = ends["C-SGD 0.1, no bound"]["batch 500, 2000 samples"].split()[0]
     assert f"without it 0.970 is {no_bound}" in PROSE
+    pair = [ends[f"C-SGD 0.1{which}"]["batch 500, new samples"].split()[0] for which in (", averaged", "")]
+    assert "new samples are learned to {} instead of {}".format(*pair) in PROSE
     new = [ends[name]["batch 64, new samples"].split()[0] for name in ("C-Adam 0.003", "Adam 0.003")]
     assert "(batch 64: {}, Adam {})".format(*new) in PROSE
     first, tenth = (gains["C-SGD 0.1, batch 500"][step].split()[0] for step in ("step 0", "step 10"))

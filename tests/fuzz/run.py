@@ -268,6 +268,8 @@ def play(case):
             reference.after_step()
             continue
         wanted = reference.expected()
+        if not all(grad is None or grad.isfinite().all() for expected in wanted for grad in expected.grads.values()):
+            raise IllegalError("training has diverged beyond float64")
         if case.dtype == torch.float32:  # what comes through attention may be differences of far larger numbers
             largest = max(expected.size for expected in wanted)
             for expected in wanted:
