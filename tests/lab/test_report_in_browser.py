@@ -216,7 +216,13 @@ def background(page):
 
 
 def stroke(part):
-    return part.locator(".curve .line").first.evaluate("line => getComputedStyle(line).stroke")
+    """That of the first curve; one that is drawn anew at this moment has none, and is asked again."""
+    for _ in range(100):
+        found = part.locator(".curve .line").first.evaluate("line => getComputedStyle(line).stroke")
+        if found:
+            return found
+        part.page.wait_for_timeout(50)
+    raise AssertionError("no curve is drawn")
 
 
 def test_theme_switch_reaches_the_figures_and_is_remembered(opened):
