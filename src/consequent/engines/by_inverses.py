@@ -52,14 +52,14 @@ class ByInverses:
 
     def solve(self, works: Sequence[Work]) -> list[Solution]:
         """Solutions for the works with such weights, and nothing beside."""
-        kinds: dict[_Kind, list[Work]] = {}
+        kinds: dict[_Kind, list[tuple[Work, Kept]]] = {}
         for work in works:
             kept = work.record.statistic
             if type(kept) is not Kept or work.record.beside:
                 continue
             weight = work.record.weight
             key = (id(kept.inverses), kept.growth, weight.shape, weight.dtype, work.may_wait, work.scale, work.limit)
-            kinds.setdefault(key, []).append(work)
+            kinds.setdefault(key, []).append((work, kept))
         return [solution for alike in kinds.values() for solution in _solved(alike)]
 
     def write(self, solutions: Sequence[Solution], outcome: Outcome) -> None:
@@ -86,14 +86,12 @@ class ByInverses:
         torch._foreach_copy_(old, new)
 
 
-def _solved(works: list[Work]) -> list[_Member]:
+def _solved(alike: list[tuple[Work, Kept]]) -> list[_Member]:
     """Solutions for weights of one shape, whose inverses were made together."""
+    works = [work for work, _ in alike]
     records = [work.record for work in works]
-    kept = [record.captured for record in records]
-    first = kept[0]
-    assert isinstance(first, Kept)
-    places = [one.place for one in kept if isinstance(one, Kept)]
-    inverses = first.inverses.at(places)
+    _, first = alike[0]
+    inverses = first.inverses.at([kept.place for _, kept in alike])
     matrices, traces = inverses.matrices, inverses.whole_traces
     gradients = torch.stack([gradient_matrix(record) for record in records]).to(matrices.dtype)
     solutions = (gradients.flatten(0, 1) @ matrices.flatten(0, 1)).view(gradients.shape)
