@@ -11,6 +11,7 @@ from consequent.engines import step as rewrite
 from consequent.engines.by_inverses import ByInverses
 from consequent.engines.plain import Plain
 from consequent.statistics import averages, kept_inverses
+from consequent.statistics import together as going_together
 
 SIZES = (9, 9, 5, 9, 14, 9, 9)  # of batches: other ones than those that the inverses are for come in between
 
@@ -84,7 +85,9 @@ def test_it_gives_what_one_after_the_other_gives(monkeypatch, make, width, optio
     taken = []
     solve = ByInverses.solve
     monkeypatch.setattr(ByInverses, "solve", lambda self, works: taken.append(len(works)) or solve(self, works))
-    expected, its_counters = trained(make, width, monkeypatch, engines=(Plain,), busy=False, **options)
+    with monkeypatch.context() as one_by_one:
+        one_by_one.setattr(going_together, "AT_ONCE", 1)
+        expected, its_counters = trained(make, width, monkeypatch, engines=(Plain,), busy=False, **options)
     actual, counters = trained(make, width, monkeypatch, engines=(ByInverses, Plain), busy=busy, **options)
     assert len(taken) == len(SIZES)
     for name, weight in expected.items():
@@ -105,7 +108,7 @@ def test_weights_of_one_shape_are_inverted_together(monkeypatch, busy):
     trained(perceptron, 10, monkeypatch, engines=(ByInverses, Plain), busy=busy)
     assert sorted(inverted[:3]) == [1, 1, 4]
     assert len(inverted) == 9  # three refreshes
-    monkeypatch.setattr(averages, "AT_ONCE", 2 * 11**2)
+    monkeypatch.setattr(going_together, "AT_ONCE", 2 * 11**2)
     inverted.clear()
     trained(perceptron, 10, monkeypatch, engines=(ByInverses, Plain), busy=busy)
     assert sorted(inverted[:4]) == [1, 1, 2, 2]

@@ -57,8 +57,9 @@ def test_a_matrix_that_cannot_be_factorised_gives_the_shortened_gradient_and_lea
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("few_calls", [False, True])
 @pytest.mark.parametrize(("size", "layers"), [(300, 3), (1025, 1), (2100, 2)])
-def test_float32_is_as_accurate_as_a_triangular_solve(device, size, layers):
+def test_float32_is_as_accurate_as_a_triangular_solve(device, size, layers, few_calls):
     """On a GPU, where blocks are what the kernel takes; on a CPU they are cut as well."""
     matrix = moment((layers,), size, 2 * size, torch.float32)
     right = torch.randn(layers, size, 5, generator=torch.Generator().manual_seed(1))
@@ -66,7 +67,7 @@ def test_float32_is_as_accurate_as_a_triangular_solve(device, size, layers):
     expected = torch.linalg.solve(damped, right.double())
     by_torch = torch.cholesky_solve(right, torch.linalg.cholesky(damped.float()))
     blocks = None if device == "cuda" else 200
-    factor = inverse_factor(matrix.to(device), Level(0.1), largest_block=blocks)
+    factor = inverse_factor(matrix.to(device), Level(0.1), largest_block=blocks, few_calls=few_calls)
     solution, rescued, failures = factor.solve(right.to(device))
     assert (rescued, failures) == (0, 0)
     error, of_torch = ((each.cpu().double() - expected).norm() for each in (solution, by_torch))

@@ -60,7 +60,12 @@ class InverseFactor:
 
 
 def inverse_factor(
-    matrix: Tensor, level: Level, *, largest_block: int | None = None, overwrite: bool = False
+    matrix: Tensor,
+    level: Level,
+    *,
+    largest_block: int | None = None,
+    overwrite: bool = False,
+    few_calls: bool = False,
 ) -> InverseFactor:
     """The inverse Cholesky factor of ``matrix + λI``. Never waits for the device, and may be in a CUDA graph.
 
@@ -69,10 +74,13 @@ def inverse_factor(
         level: λ.
         largest_block: that is factorised in one go (default: what is fastest on the device).
         overwrite: whether the matrix may be, which saves memory.
+        few_calls: whether a GPU may take longer for a large matrix where that saves the host a hundred calls.
     """
     batch, size = matrix.shape[:-2], matrix.shape[-1]
     matrices = matrix.reshape(-1, size, size)
     by_kernel = matrix.dtype == torch.float32 and kernels.run_on(matrix.device) and matrix.numel() > 0
+    if few_calls and by_kernel and size > _largest_by_kernel():
+        by_kernel = False
     if largest_block is None:
         largest_block = _LARGEST_BLOCK if by_kernel and size > _largest_by_kernel() else size
     if by_kernel and size <= largest_block:

@@ -12,7 +12,8 @@ from consequent.layers import joint_of, kind_of
 from consequent.options.loss_divisor import named
 from consequent.options.parameter_groups import Groups
 from consequent.reports.reports import REMEDY
-from consequent.statistics.averages import WIDEST, Averages
+from consequent.statistics.average import WIDEST
+from consequent.statistics.averages import Averages
 
 if TYPE_CHECKING:
     from consequent.correction import Consequentialism

@@ -12,28 +12,26 @@ of them. With β = 0 the moment of another batch with fewer rows than columns wo
 with more than `WIDEST` columns a moment would be too large to keep: there the update is the exact one of each step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from consequent.capture.torch_internals import answers_at_once
 from consequent.capture.use import Use
-from consequent.maths.damping import Damping
-from consequent.statistics.gradients import has_all_gradients, trace_of
-from consequent.statistics.kept_inverses import Inverses, Kept, invert
+from consequent.maths.damping import Damping, Level
+from consequent.statistics.average import WIDEST, Average, refreshed
+from consequent.statistics.gradients import has_all_gradients
+from consequent.statistics.kept_inverses import Kept, invert
 from consequent.statistics.moment import Moment
-from consequent.statistics.rows import Rows
+from consequent.statistics.rows import Rows, moments_together
 from consequent.statistics.solution import Solution
 from consequent.statistics.statistic import Statistic, with_bias_of
+from consequent.statistics.together import together
 
 if TYPE_CHECKING:
     from consequent.capture.records import Record
-
-WIDEST = 8192  # columns of a moment that is kept for a layer with fewer rows: 256 MiB in float32
-AT_ONCE = WIDEST**2  # entries of moments that are inverted together, at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,62 +51,6 @@ class Idle(Statistic):
     def solve(self, record: "Record", damping: Damping, *, may_wait: bool) -> Solution:
         """Does not happen: :meth:`Averages.apply` puts the average in its place."""
         raise NotImplementedError
-
-
-@dataclass
-class Average:
-    """That of one weight.
-
-    Attributes:
-        moment: S, ``[groups, columns, columns]``.
-        rows: n, how many have gone into it.
-        features: how many of the columns are the weight's,
-        biases: and whose the last ones are, in the order of the last refresh.
-        age: in how many steps it has been used.
-        inverses: of ``N S + λI`` and of others like it,
-        place: where its own one is,
-        of: for which N and λ.
-    """
-
-    moment: Tensor
-    rows: float
-    features: int
-    biases: tuple[Tensor, ...]
-    age: int = 0
-    inverses: Inverses | None = None
-    place: int = 0
-    of: tuple[int, Damping] | None = None
-
-    def has(self, features: int, biases: Sequence[Tensor]) -> bool:
-        """Whether its columns are these features and biases, in any order."""
-        return self.features == features and set(map(id, self.biases)) == set(map(id, biases))
-
-    def moment_of(self, biases: Sequence[Tensor]) -> Tensor:
-        """S with the columns of these biases, in this order."""
-        if self.is_ordered_as(biases):
-            return self.moment
-        place = {bias: self.features + number for number, bias in enumerate(self.biases)}
-        index = [*range(self.features), *(place[bias] for bias in biases)]
-        columns = torch.tensor(index, device=self.moment.device)
-        return self.moment[:, columns[:, None], columns]
-
-    def is_ordered_as(self, biases: Sequence[Tensor]) -> bool:
-        """Whether its last columns are those of these biases, in this order."""
-        return list(map(id, self.biases)) == list(map(id, biases))
-
-    def growth_for(self, rows: int, damping: Damping) -> float | None:
-        """By how much ``N S + λI`` is larger than what was inverted; None if it is to be inverted anew.
-
-        Args:
-            rows: N.
-            damping: λ.
-        """
-        if self.of is None or self.of[1] != damping:
-            return None
-        known, _ = self.of
-        if damping.relative:  # all of it grows with N
-            return rows / known
-        return 1.0 if rows == known else None
 
 
 class Averages:
@@ -152,7 +94,13 @@ class Averages:
             damping_of: λ.
         """
         self._next = {}
-        solved = [one for record in records if (one := self._averaged(record, damping_of(record))) is not None]
+        seen = [record for record in records if record.statistic is not None and record.rows]
+        averages = self._refreshed(seen, [self._known(record) for record in seen])
+        solved = [
+            one
+            for record, average in zip(seen, averages, strict=True)
+            if average is not None and (one := self._used(record, average, damping_of(record))) is not None
+        ]
         _invert([one for one in solved if one.average.growth_for(one.rows, one.damping) is None])
         for record, average, rows, damping in solved:
             growth = average.growth_for(rows, damping)
@@ -167,27 +115,44 @@ class Averages:
         self._of |= self._next
         self._next = {}
 
-    def _averaged(self, record: "Record", damping: Damping) -> "_Averaged | None":
-        """What a weight with an average is solved with; None where that is another thing, or no average."""
-        statistic = record.statistic
-        if statistic is None or not statistic.rows:
+    def _known(self, record: "Record") -> Average | None:
+        """The average so far, if what a record has seen goes with it."""
+        statistic, average = record.captured, self._of.get(record.weight)
+        if isinstance(statistic, Idle):
+            if average is None:
+                record.clear()  # another layer has taken the place of its layer since the backward pass
+            return average
+        if average is not None and not average.has(statistic.features, self._trained(record.weight, statistic.biases)):
+            del self._of[record.weight]  # what is trained has changed: it begins anew
             return None
-        average = self._of.get(record.weight)
-        if isinstance(statistic, Idle) and average is None:
-            record.clear()  # another layer has taken the place of its layer since the backward pass
-            return None
-        biases = self._trained(record.weight, statistic.biases)
-        if average is not None and not isinstance(statistic, Idle) and not average.has(statistic.features, biases):
-            average = None  # what is trained has changed: it begins anew
-            del self._of[record.weight]
-        if isinstance(statistic, Rows) and (average is not None or (self.averaging > 0 and record.columns <= WIDEST)):
-            record.reduce(keep_rows=False)  # few rows, but they go with others
-            statistic = record.captured
-        if isinstance(statistic, Moment) and record.weight in self._biases:
-            average = self._updated(average, statistic.with_biases(biases))
-        if average is None or not isinstance(statistic, Moment | Idle):
-            return None  # where a moment holds NaN or inf, the step is not taken
+        return average
+
+    def _refreshed(self, records: Sequence["Record"], averages: Sequence[Average | None]) -> list[Average | None]:
+        """The averages with what the records have seen, if anything; None where there is none to solve with."""
+        pairs = list(zip(records, averages, strict=True))
+        few = [  # rows, but they go with others
+            (record, rows)
+            for record, average in pairs
+            if isinstance(rows := record.statistic, Rows)
+            and (average is not None or (self.averaging > 0 and record.columns <= WIDEST))
+        ]
+        for (record, _), summed in zip(few, moments_together([rows for _, rows in few]), strict=True):
+            record.statistic = summed
+        found = [average if isinstance(record.statistic, Moment | Idle) else None for record, average in pairs]
+        numbers, moments = [], []
+        for number, (record, _) in enumerate(pairs):
+            if isinstance(moment := record.statistic, Moment) and record.weight in self._biases:
+                numbers.append(number)
+                moments.append(moment.with_biases(self._trained(record.weight, moment.biases)))
+        new = refreshed([averages[number] for number in numbers], moments, self.averaging)
+        for number, average in zip(numbers, new, strict=True):
+            found[number] = average
+        return found
+
+    def _used(self, record: "Record", average: Average, damping: Damping) -> "_Averaged | None":
+        """What a weight is solved with; None where it has been given its moment, to be solved with as it is."""
         average = self._next[record.weight] = replace(average, age=average.age + 1)
+        statistic = record.captured
         rows, of = statistic.rows, (statistic.uses, statistic.features, statistic.biases, max(round(average.rows), 1))
         record.statistic = Idle(*of)
         if damping.value > 0 and average.is_ordered_as(statistic.biases) and has_all_gradients(record):
@@ -205,24 +170,6 @@ class Averages:
         """
         known = [bias for bias in self._biases.get(weight, ()) if bias.requires_grad]
         return [*present, *(bias for bias in known if not any(bias is one for one in present))]
-
-    def _updated(self, average: Average | None, moment: Moment) -> Average | None:
-        """With the moment of a step; None where that holds NaN or inf.
-
-        On a device that is not waited for, such a moment changes nothing; a first one is kept until the next refresh,
-        and no step is taken then.
-        """
-        new = moment.matrix / moment.rows
-        is_finite = _is_finite(new)
-        if answers_at_once(new) and not is_finite:
-            return None
-        if average is None:
-            return Average(new, moment.rows, moment.features, moment.biases)
-        old = average.moment_of(moment.biases).to(new)  # the model may have another type by now
-        rows = self.averaging * average.rows + moment.rows
-        blended = torch.lerp(old, new, moment.rows / rows)
-        blended = torch.where(_is_finite(old), torch.where(is_finite, blended, old), new)
-        return Average(blended, rows, moment.features, moment.biases)
 
     def average_only(self, biases: dict[Tensor, list[Tensor]]) -> None:
         """Only these weights are corrected from now on.
@@ -293,21 +240,19 @@ class _Averaged(NamedTuple):
 
 def _invert(averaged: Sequence[_Averaged]) -> None:
     """Invert ``N S + λI`` of these averages, those of one shape together."""
-    kinds: dict[Any, list[_Averaged]] = {}
-    for one in averaged:
+
+    def level_of(one: _Averaged) -> Level:
+        return one.damping.level(max(round(one.average.rows), 1), one.average.moment.shape[-1])
+
+    def kind(one: _Averaged) -> Hashable:
         moment = one.average.moment
-        level = one.damping.level(max(round(one.average.rows), 1), moment.shape[-1])
-        most = max(1, AT_ONCE // moment.numel())
-        kinds.setdefault((moment.shape, moment.dtype, moment.device, level, one.rows, most), []).append(one)
-    for (*_, level, rows, most), alike in kinds.items():
-        alike.sort(key=lambda one: tuple(one.record.weight.shape))  # weights of one shape follow each other
-        for start in range(0, len(alike), most):
-            members = alike[start : start + most]
-            inverses = invert([one.average.moment * rows for one in members], level)
-            for place, (_, average, _, damping) in enumerate(members):
-                average.inverses, average.place, average.of = inverses, place, (rows, damping)
+        return moment.shape, moment.dtype, moment.device, level_of(one), one.rows
 
-
-def _is_finite(moment: Tensor) -> Tensor:
-    """Whether the moments hold neither NaN nor inf, all groups alike."""
-    return trace_of(moment).sum().isfinite()
+    in_order = sorted(
+        averaged, key=lambda one: tuple(one.record.weight.shape)
+    )  # weights of one shape follow each other
+    for alike in together(in_order, kind, lambda one: one.average.moment.numel()):
+        rows = alike[0].rows
+        inverses = invert(torch.stack([one.average.moment for one in alike]).mul_(rows), level_of(alike[0]))
+        for place, (_, average, _, damping) in enumerate(alike):
+            average.inverses, average.place, average.of = inverses, place, (rows, damping)

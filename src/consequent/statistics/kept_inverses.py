@@ -4,7 +4,6 @@ The inverse itself is ``Wᵀ W`` of the factor ``W`` (:mod:`consequent.engines.i
 as accurate as the two with W. Averages of one shape that are refreshed in the same step are inverted together.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -76,14 +75,14 @@ class Inverses:
         return self.traces.sum(-1)
 
 
-def invert(moments: Sequence[Tensor], level: Level) -> Inverses:
+def invert(moments: Tensor, level: Level) -> Inverses:
     """The inverses of these matrices plus λI.
 
     Args:
-        moments: ``[groups, n, n]`` each, all of one shape.
+        moments: ``[members, groups, n, n]``; may be overwritten.
         level: λ.
     """
-    factors = inverse_factor(torch.stack(list(moments)), level, overwrite=True)
+    factors = inverse_factor(moments, level, overwrite=True, few_calls=True)
     traces, levels, is_good, _ = factors.status.unbind(-1)
     is_good = is_good > 0
     matrices = factors.inverse.mT @ factors.inverse

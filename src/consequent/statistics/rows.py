@@ -1,6 +1,7 @@
 """The rows of a weight's inputs, kept as they are: what the sample side solves with."""
 
 import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,11 @@ from consequent.maths.damping import Damping
 from consequent.maths.precision import in_full_precision
 from consequent.statistics.blocks import Blocks, Cuts, cuts_of
 from consequent.statistics.gradients import apart_from_rows, change_of, dot, gradient_matrix, trace_of
-from consequent.statistics.moment import Moment
+from consequent.statistics.moment import Moment, moment_of
 from consequent.statistics.row_matrices import RowMatrices, energy_of
 from consequent.statistics.solution import Solution
 from consequent.statistics.statistic import Statistic, with_bias_of
+from consequent.statistics.together import together
 
 if TYPE_CHECKING:
     from consequent.capture.records import Record
@@ -108,6 +110,34 @@ class Rows(Statistic):
             energy = dot(solution.gradient, wanted if others is None else wanted - others)
             solution.change = change_of(record, energy, solved.trace)
         return solution
+
+
+@in_full_precision
+def moments_together(all_rows: Sequence[Rows]) -> list[Moment]:
+    """Their second moments, which stand for them from now on; layers alike that were called once share the calls."""
+    moments: dict[int, Moment] = {}
+    for alike in together(all_rows, _kind, lambda rows: rows.columns**2):
+        uses = [use for rows in alike for use in rows.uses]
+        for use in uses:
+            use.refuse_overwritten_inputs()
+        if len(alike) == 1:
+            matrices = [moment_of(uses, alike[0].features, alike[0].biases)]
+        else:
+            inputs = [use.inputs for use in uses if use.inputs is not None]
+            matrices = list(uses[0].operation.second_moments(inputs, ones=uses[0].bias is not None).unbind())
+        for rows, matrix in zip(alike, matrices, strict=True):
+            moments[id(rows)] = Moment(rows.uses, rows.features, rows.biases, rows.rows, matrix)
+        for use in uses:
+            use.let_go()
+    return [moments[id(rows)] for rows in all_rows]
+
+
+def _kind(rows: Rows) -> Hashable:
+    """What layers alike have in common, if they were called once; nobody else has it otherwise."""
+    use, *others = rows.uses
+    if others or use.inputs is None:
+        return id(rows)
+    return use.operation, use.bias is not None, use.inputs.shape, use.inputs.dtype, use.inputs.device
 
 
 def _plus(gradient: Tensor, more: Tensor | None) -> Tensor:

@@ -63,7 +63,7 @@ def as_kept(moment, damping, factor):
     level = damping.level(moment.rows, moment.columns)
     if not damping.relative:
         level = replace(level, value=level.value / 2)
-    inverses = invert([moment.matrix / 2, moment.matrix / 2], level)
+    inverses = invert(torch.stack([moment.matrix / 2, moment.matrix / 2]), level)
     return Kept(moment.uses, moment.features, moment.biases, moment.rows, inverses, place=1, growth=2.0)
 
 

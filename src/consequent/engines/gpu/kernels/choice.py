@@ -18,6 +18,8 @@ __all__ = ["are_rounded", "patch_moment_by_kernel", "patch_moments_by_kernel", "
 # Inputs may be rounded to TF32 where the errors of so many rows cancel out (docs/speed.md, precision).
 ROWS_THAT_AVERAGE = 4096
 
+FEW_ROWS = 512  # of several layers, which are multiplied at once
+
 _BYTES_TOGETHER = 2**26  # of inputs that are copied at once
 
 # The kernel for several layers sums over images, 32 at a time.
@@ -61,8 +63,11 @@ def _products_together(rows: list[Tensor], *, ones: bool) -> Tensor:
     padded = padded_rows(rows, ones=ones, rounded=rounded)
     with tf32_products() if rounded else nullcontext():
         moments = torch.empty(len(rows), padded.shape[-1], padded.shape[-1], device=padded.device)
-        for matrix, moment in zip(padded, moments, strict=True):  # one by one, cuBLAS splits long sums
-            torch.mm(matrix.mT, matrix, out=moment)
+        if padded.shape[1] <= FEW_ROWS:
+            torch.bmm(padded.mT, padded, out=moments)
+        else:
+            for matrix, moment in zip(padded, moments, strict=True):  # one by one, cuBLAS splits long sums
+                torch.mm(matrix.mT, matrix, out=moment)
     return moments if moments.shape[-1] == size else moments[:, :size, :size].contiguous()
 
 
