@@ -142,12 +142,7 @@ NAMES = (*LAYOUTS, EMBEDDED)
 
 
 def load(name: str = EMBEDDED, folder: Path | None = None) -> Dataset:
-    """Returns a data set.
-
-    Args:
-        name: one of `NAMES`; the digits need no folder.
-        folder: where the files are, or the usual sub-folder of them; by default the environment's CONSEQUENT_DATA, else
-            `data` in the current folder.
+    """Returns one of `NAMES`, from the folder that `data_folder` finds; the digits need none.
 
     Raises:
         FileNotFoundError: if a file is not there; says which, and how to get it.
@@ -291,11 +286,7 @@ def _check_balance(layout: Layout, paths: list[Path], labels: Tensor, count: int
 def held_out(dataset: Dataset, fraction: float) -> Dataset:
     """Returns a part of the training set as another training set, and the rest of it in place of the test set.
 
-    The same samples are held out every time, whatever the seed of a run.
-
-    Args:
-        dataset: what to split.
-        fraction: of the training set that is held out; at least one sample is.
+    The same samples are held out every time, whatever the seed of a run; at least one is.
 
     >>> split = held_out(load("digits"), 0.1)
     >>> len(split.train_labels), len(split.test_labels)
@@ -317,17 +308,9 @@ def prepared(
 ) -> Data:
     """Returns the data set as a network takes it, moved to the device once.
 
-    Args:
-        dataset: what to prepare.
-        normalisation: "unit" (values in [0, 1]), "centred" ([-½, ½]), "symmetric" ([-1, 1]) or "features" (every
-            feature has mean 0 and variance 1 over the training set; one that is constant there becomes 0). Inputs
-            that are not bytes are taken as they are.
-        device: where it is to lie.
-        flat: whether an image is one row of features (for dense layers).
-        channels_last: of images, the memory format.
-
-    Raises:
-        ValueError: if there is no such normalisation.
+    Normalisations: "unit" (values in [0, 1]), "centred" ([-½, ½]), "symmetric" ([-1, 1]), "features" (every feature has
+    mean 0 and variance 1 over the training set; one that is constant there becomes 0). Inputs that are not bytes are
+    taken as they are. Where it is to be flat, an image is one row of features.
     """
     is_bytes = dataset.train_images.dtype == torch.uint8
     if is_bytes:

@@ -57,13 +57,7 @@ SOURCES: dict[str, Source] = {
 
 
 def obtain(layout: Layout, source: Source, folder: Path, bars: Progress) -> None:
-    """Brings the files of a data set that are missing into the folder; those that are there are left alone.
-
-    Args:
-        layout: which files belong to it.
-        source: where they are published.
-        folder: of all data sets.
-        bars: get one for every file.
+    """Brings the files of a data set that are missing into the folder of all; those that are there are left alone.
 
     Raises:
         DownloadError: if that fails; says what to put where by hand.

@@ -25,15 +25,9 @@ PRIORITY = -1
 class GraphedStep:
     """A training step that is replayed: call it with a batch, get the loss.
 
-    Making it trains for `warm_up` steps on the batch given here.
-
-    Args:
-        model: on a CUDA device.
-        optimizer: over the model's parameters, with a correction attached or not; `capturable=True` where it has that
-            option and a step count (Adam, AdamW, RMSprop, …).
-        compute_loss: called with the model and the tensors of a batch.
-        batch: the tensors of the first batch; all later ones have their shapes.
-        warm_up: eager steps before the capture.
+    Making it trains for `warm_up` eager steps on the batch given here, whose shapes all later ones have. The loss is
+    computed from the model and the tensors of a batch. An optimiser with a step count (Adam, AdamW, RMSprop, …) needs
+    `capturable=True`.
 
     Raises:
         ValueError: if a tensor is not on a CUDA device, or a step-counting optimiser is not capturable.

@@ -56,14 +56,10 @@ def run_jobs(
     report: Report,
     ended: Callable[[str, str], None],
 ) -> Summary:
-    """Does jobs until nothing is left, or time is up.
+    """Does the jobs that are not done and could start now, until nothing is left, or it is as late as `time.time` says.
 
-    Args:
-        ready: returns the jobs that are not done and could start now.
-        workers: so many processes of one thread each; one stays in this process.
-        deadline: as of `time.time`.
-        report: takes what jobs report, in this process; all of it before their end.
-        ended: takes the name of a job that has ended, and what there is to say.
+    So many workers are processes of one thread each; one stays in this process, which takes what jobs report, and after
+    that the name of a job that has ended, and what there is to say.
     """
     summary = Summary()
 

@@ -25,16 +25,9 @@ class Learner:
     The last batch of an epoch is dropped if it is not full. Order and augmentation depend on the seed and the epoch
     alone: nothing needs to be kept to make them again.
 
-    Args:
-        model: where the samples are.
-        optimizers: over its parameters.
-        samples: to train on.
-        loss: of outputs and targets.
-        batch_size: samples a step.
-        seed: of the order of samples and the augmentation.
-        augment: what becomes of all inputs in every epoch.
-        graph: replay the step as a CUDA graph; the first steps are eager, on a stream of their own, as a capture needs
-            it, and after every change of learning rates there is another capture.
+    `augment` is what becomes of all inputs in every epoch. With `graph`, the step is replayed as a CUDA graph: the
+    first steps are eager, on a stream of their own, as a capture needs it, and after every change of learning rates
+    there is another capture.
     """
 
     def __init__(

@@ -22,13 +22,7 @@ Record = dict[str, Any]
 
 
 def play(match: Match, device: str, plan: Plan, *, judge: bool) -> tuple[list[Record], Record]:
-    """Measures a match; an entrant that fails is left out, with its error.
-
-    Args:
-        match: who is timed on what.
-        device: "cpu" or "cuda".
-        plan: how thoroughly.
-        judge: whether to say which targets are met; `met` is None otherwise.
+    """Measures a match; an entrant that fails is left out, with its error. `met` is None where nothing is judged.
 
     Returns:
         A line for each of ours in every comparison, and what was measured of every entrant.

@@ -170,18 +170,10 @@ def _match(
     refresh: float | None = None,
     options: dict[str, Any] | None = None,
 ) -> Match:
-    """An optimiser against its C- versions, with the default damping.
+    """An optimiser, by its name here and as torch has it, against its C- versions with the default damping.
 
-    Args:
-        name: of the match.
-        task: what is learnt.
-        family: the optimiser's name.
-        model: makes the network.
-        optimizer: as torch has it.
-        target: of the better one of those that are corrected in every step.
-        memory: the targets of peak memory, by baseline.
-        refresh: the target of the one that refreshes now and then; without one there is none.
-        options: of the correction.
+    The target is that of the better one of those that are corrected in every step, `memory` has those of peak memory,
+    by baseline. Without a target of its own there is none that refreshes now and then.
     """
     ways = WAYS if refresh is not None else ("step", "backward")
     ours = [Entrant(f"C-{family}{WAYS[way][0]}", model, optimizer, WAYS[way][1] | (options or {}), way) for way in ways]

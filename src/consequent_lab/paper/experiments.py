@@ -37,12 +37,7 @@ def _learning_rates(quick: bool) -> list[Recipe]:
 
 
 def find(names: Sequence[str], *runs: Path) -> list[Finding]:
-    """Returns the findings of some experiments.
-
-    Args:
-        names: of the experiments.
-        runs: folders of runs, as folders or compact; of a run that is in several, the first one counts.
-    """
+    """Returns the findings of some experiments from folders of runs; of a run that is in several, the first counts."""
     known = experiments()
     unknown = [name for name in names if name not in known]
     if unknown:

@@ -118,10 +118,6 @@ def good_decades(losses: dict[int, float], best: float) -> float | None:
     """Returns over how many decades of learning rates the loss is at most a quarter above the best one.
 
     A grid of two rates to a decade: every good rate stands for half a decade. None if nothing was learnt at any rate.
-
-    Args:
-        losses: by rung.
-        best: the loss to compare with.
     """
     finite = [loss for loss in losses.values() if math.isfinite(loss)]
     return 0.5 * sum(loss <= GOOD * best for loss in finite) if finite else None

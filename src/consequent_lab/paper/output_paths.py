@@ -69,14 +69,7 @@ class Walk:
 
 
 def walk(label: str, rate: float, seed: int = SEED, steps: int = STEPS) -> Walk:
-    """Returns what an optimiser does with the outputs of the layer.
-
-    Args:
-        label: C-SGD, SGD or First extension.
-        rate: its learning rate.
-        seed: of inputs, targets and first weights.
-        steps: how many it makes.
-    """
+    """Returns what C-SGD, SGD or the First extension does with the outputs; the seed is of all numbers at first."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inputs = torch.randn(SAMPLES, FEATURES, dtype=torch.float64)

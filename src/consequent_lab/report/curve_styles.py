@@ -132,8 +132,7 @@ def _dash(group: str, strong: bool) -> Dash:
 def _hues(optimisers: dict[str, bool]) -> dict[str, Hue]:
     """Gives every optimiser its hue; points that belong to none (a start, a target) are grey, others get what is free.
 
-    Args:
-        optimisers: whether they are drawn as points only, in the order of the legend.
+    Given is whether they are drawn as points only, in the order of the legend.
     """
     known = {
         name: HUES_OF_OPTIMISERS.get(name, GREY)

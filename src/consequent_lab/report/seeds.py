@@ -33,17 +33,10 @@ def curves(panel: Panel) -> list[Curve]:
 
 
 def middle(runs: Sequence[Series], panel: Panel) -> Series | None:
-    """Returns the median curve of several runs, place by place.
+    """Returns the median curve of several runs; None if there is one, or no x axis along which they have equal places.
 
     It ends where the shortest run ends, and has a gap where a run has no value: the median of those that are left would
     look better than the runs were.
-
-    Args:
-        runs: of one contestant.
-        panel: where they are shown; there must be an axis along which the runs have the same places.
-
-    Returns:
-        The curve, or None if there is only one run, or no axis along which all have the same places.
     """
     length = min(len(column) for run in runs for column in run.columns.values())
     aligned = any(

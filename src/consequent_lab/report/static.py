@@ -42,15 +42,10 @@ METADATA: dict[str, dict[str, Any]] = {
 
 
 def draw(figure: Figure, folder: Path) -> list[Path]:
-    """Draws a figure once for every choice of axes that it offers.
+    """Draws a figure once for every choice of axes that it offers; returns the files, none if nothing was measured.
 
-    Args:
-        figure: to be drawn.
-        folder: where the files go: NAME.png and NAME.svg have the first axes, the others have the columns of theirs in
-            the name, as in NAME-accuracy-seconds.png.
-
-    Returns:
-        The files; none if nothing was measured.
+    NAME.png and NAME.svg have the first axes, the others have the columns of theirs in the name, as in
+    NAME-accuracy-seconds.png.
     """
     if not any(panel.series for panel in figure.panels):
         return []
