@@ -54,13 +54,7 @@ class GraphedStep:
 
         self._step = step  # holds the model and the optimiser, whose memory the graph writes to
         self._graph: torch.cuda.CUDAGraph | None = None
-        before = torch.cuda.current_stream()
-        aside = torch.cuda.Stream()
-        aside.wait_stream(before)
-        with torch.cuda.stream(aside):
-            for _ in range(warm_up):
-                step()
-        before.wait_stream(aside)
+        step_aside(step, warm_up)
         self.capture()
 
     def capture(self) -> None:
@@ -105,6 +99,16 @@ class GraphedStep:
         assert self._graph is not None
         self._graph.replay()
         return self._loss
+
+
+def step_aside(step: Callable[[], object], times: int = 1) -> None:
+    """Takes steps on a stream of their own, as those before a capture need it."""
+    before, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+    aside.wait_stream(before)
+    with torch.cuda.stream(aside):
+        for _ in range(times):
+            step()
+    before.wait_stream(aside)
 
 
 def _check(model: nn.Module, optimizer: Optimizer | Optimizers, batch: tuple[Tensor, ...]) -> None:

@@ -6,12 +6,13 @@ experiments keep a folder beside it (`trainer.py`).
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from consequent_lab.graphs import WARM_UP_STEPS, GraphedStep
+from consequent_lab.graphs import WARM_UP_STEPS, GraphedStep, step_aside
 from consequent_lab.optimizers import Optimizers
 from consequent_lab.samples import Loss, Samples
 
@@ -99,7 +100,7 @@ class Learner:
             self.eager_step(indices)
         else:
             self._eager_left -= 1
-            self._step_aside(indices)
+            step_aside(partial(self.eager_step, indices))
 
     def schedule(self, factor: float) -> None:
         """Sets all learning rates to a fraction of their peaks, which a captured step would not see."""
@@ -121,13 +122,6 @@ class Learner:
         self.optimizers.zero_grad()
         self.loss(self._called, indices).backward()
         self.optimizers.step()
-
-    def _step_aside(self, indices: Tensor) -> None:
-        before, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-        aside.wait_stream(before)
-        with torch.cuda.stream(aside):
-            self.eager_step(indices)
-        before.wait_stream(aside)
 
 
 def first_model(seed: int, make: Callable[[], Model]) -> Model:
