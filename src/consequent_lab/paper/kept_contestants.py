@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,7 +15,9 @@ from consequent_lab.paper.archive import Archive
 from consequent_lab.paper.findings import Number, Series
 from consequent_lab.paper.measures import Curve, advantage, first_above, roughness
 from consequent_lab.paper.rates import Chosen, Searched, variant_at
-from consequent_lab.paper.recipes import Contestant, Race
+from consequent_lab.paper.recipes import Contestant, Race, Recipe
+
+Kept = TypeVar("Kept", bound=Recipe)
 
 WARM_UP = 0.25  # of the timed iterations
 
@@ -89,8 +92,8 @@ class KeptContestant:
         return found
 
 
-def race_kept(make: Callable[[bool], Race], archive: Archive) -> Race:
-    """Returns the race of which something is kept: the full one, else the small one, else the full one, empty."""
+def recipe_kept(make: Callable[[bool], Kept], archive: Archive) -> Kept:
+    """Returns the recipe of which something is kept: the full one, else the small one, else the full one, empty."""
     full, small = make(False), make(True)
     kept = set(archive.recipes())
     small_alone = {small.name, f"{small.name}-search"} & kept and not {full.name, f"{full.name}-search"} & kept
@@ -100,7 +103,7 @@ def race_kept(make: Callable[[bool], Race], archive: Archive) -> Race:
 def kept_race(make: Callable[[bool], Race], runs: Sequence[Path]) -> tuple[Race, list[KeptContestant]]:
     """Returns a race and its contestants, from folders of runs; the small one if nothing is kept of the full one."""
     archive = Archive(*runs, unfinished=True)
-    race = race_kept(make, archive)
+    race = recipe_kept(make, archive)
     return race, [_kept(race, contestant, archive) for contestant in race.contestants]
 
 

@@ -211,9 +211,11 @@ def _less_dependent(cells: Cells) -> Found:
         for dataset in dict.fromkeys(dataset for dataset, _ in cells):
             some, normalised = cells[dataset, "unit"], cells[dataset, "features"]
             mine, yours = (measure(some[label], normalised[label]) for label in ("C-SGD", "SGD"))
-            parts.append(_less(mine, yours))
-            if mine is not None and yours is not None:
-                shown.append(f"{title_of(dataset, 'unit')} {mine:.{digits}f} and {yours:.{digits}f} {unit}")
+            if mine is None or yours is None:
+                parts.append(None)
+                continue
+            parts.append(mine < yours)
+            shown.append(f"{title_of(dataset, 'unit')} {mine:.{digits}f} and {yours:.{digits}f} {unit}")
     return f"C-SGD and SGD: {'; '.join(shown)}.", parts
 
 
@@ -285,10 +287,6 @@ def _pairs(cells: Cells, measure: Callable[[KeptContestant], Sequence[T]]) -> di
 
 def _mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
-
-
-def _less(mine: float | None, yours: float | None) -> bool | None:
-    return None if mine is None or yours is None else mine < yours
 
 
 def _places(places: Places, of: str = "seeds") -> str:

@@ -100,7 +100,9 @@ class Race(Recipe):
             rank = 0 if contestant.headline else 1
             search = self.searched(contestant, archive)
             if "search" in steps:
-                found += [self._search_job(contestant, rung, (rank, 0, 0, place)) for rung in search.missing]
+                for rung in search.missing:
+                    variant, config = variant_at(contestant.variant, rung), self.search.config(contestant.config, rung)
+                    found.append(Job(f"{self.name}-search", variant, config, (rank, 0, 0, place)))
             rate = chosen(search, self.name, contestant.variant, archive)
             if "train" in steps and rate is not None and not rate.all_failed:
                 variant = variant_at(contestant.variant, rate.rung)
@@ -110,10 +112,6 @@ class Race(Recipe):
             if "timing" in steps and contestant.timing_variant == contestant.variant:
                 found.append(self._timing_job(contestant, place))
         return [job for job in found if archive.run(job.recipe, job.variant, job.config.seed) is None]
-
-    def _search_job(self, contestant: Contestant, rung: int, urgency: tuple[int, ...]) -> Job:
-        config = self.search.config(contestant.config, rung)
-        return Job(f"{self.name}-search", variant_at(contestant.variant, rung), config, urgency)
 
     def _timing_job(self, contestant: Contestant, place: int) -> Job:
         """A short run with nothing beside it. Its rate is so low that it cannot diverge; that costs the same."""
