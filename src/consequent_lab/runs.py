@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -243,14 +243,7 @@ class RunFolder:
         self._write(name, (text + "\n").encode())
 
     def _write(self, name: str, *parts: "bytes | memoryview") -> None:
-        def write(file: IO[bytes]) -> None:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-
-        write_atomically(self.path / name, write)
-        _sync_folder(self.path)
+        write_atomically(self.path / name, lambda file: file.writelines(parts))
 
 
 def config_from(values: dict[str, Any], kind: "type[Config]", where: str) -> "Config":
@@ -338,16 +331,6 @@ def _locked(path: Path) -> Iterator[None]:
 def checkpoint_seal(payload: "bytes | memoryview") -> bytes:
     """Returns what follows a checkpoint in its file: a digest by which damage is found."""
     return CHECKPOINT_SEAL + hashlib.sha256(payload).hexdigest().encode()
-
-
-def _sync_folder(path: Path) -> None:
-    """Brings the names in a folder to the disk, where the system can."""
-    if os.name == "posix":
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _read_object(path: Path) -> dict[str, Any]:

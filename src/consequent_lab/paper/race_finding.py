@@ -85,7 +85,7 @@ def search_figure(name: str, race: Race, panels: dict[str, list[KeptContestant]]
     every = [one for some in panels.values() for one in some]
     extended = [one.contestant.variant for one in every if one.search.extended]
     abandoned = [
-        f"{one.contestant.variant} at {', '.join(f'{rate_at(rung):g}' for rung in one.choice.abandoned)}"
+        f"{one.contestant.variant} at {one.choice.abandoned_rates}"
         for one in every
         if one.choice is not None and one.choice.abandoned
     ]
@@ -106,7 +106,7 @@ def rates_table(contestants: Iterable[KeptContestant]) -> Table:
     for one in contestants:
         best, choice = one.search.best, one.choice
         if best is not None:
-            abandoned = ", ".join(f"{rate_at(rung):g}" for rung in choice.abandoned) if choice else ""
+            abandoned = choice.abandoned_rates if choice else ""
             tried = f"{len(one.search.losses)}{', grid extended' if one.search.extended else ''}"
             chosen = None if choice is None else choice.rate
             rows.append([one.full_label, tried, rate_at(best), one.search.losses[best], chosen, abandoned])

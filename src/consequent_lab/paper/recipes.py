@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from consequent_lab.paper.archive import Archive
-from consequent_lab.paper.rates import NEVER, Chosen, Search, Searched, chosen, rate_at, searched, variant_at
+from consequent_lab.paper.rates import Chosen, Search, Searched, chosen, hardly_measured, rate_at, searched, variant_at
 from consequent_lab.runs import RunFolder
 from consequent_lab.train_config import TrainConfig
 
@@ -122,12 +122,9 @@ class Race(Recipe):
             epochs=None,
             iterations=self.timed_iterations,
             log_every=max(1, self.timed_iterations // 20),
-            gradient_norms="none",
-            evaluate_training=False,
-            evaluate_every=NEVER,
-            checkpoint_every=NEVER,
         )
-        return Job(f"{self.name}-timing", contestant.variant, config, (9, 0, 0, place), alone=True)
+        timed = hardly_measured(config)
+        return Job(f"{self.name}-timing", contestant.variant, timed, (9, 0, 0, place), alone=True)
 
 
 @dataclass(frozen=True)
