@@ -5,7 +5,6 @@ float64, a moment's work on any machine.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -76,35 +75,25 @@ def walk(label: str, rate: float, seed: int = SEED, steps: int = STEPS) -> Walk:
         targets = torch.randn(SAMPLES, OUTPUTS, dtype=torch.float64)
         layer = nn.Linear(FEATURES, OUTPUTS, bias=False, dtype=torch.float64)
         nn.init.xavier_uniform_(layer.weight)
-    step = _step_of(label, layer, inputs, targets, rate)
-    outputs = [layer(inputs).detach()]
-    first = (outputs[0] - targets).norm()
-    for _ in range(steps):
-        step()
-        outputs.append(layer(inputs).detach())
-        if not (outputs[-1] - targets).norm() < DIVERGED * first:
-            break
-    return Walk(label, rate, torch.stack(outputs), targets)
-
-
-def _step_of(label: str, layer: nn.Linear, inputs: Tensor, targets: Tensor, rate: float) -> Callable[[], None]:
-    """Returns what changes the layer's weights once."""
     optimizer = (
         CSGD(layer, lr=rate, damping=1e-12, bound=None, loss_reduction="sum")
         if label == "C-SGD"
         else SGD(layer.parameters(), lr=rate)
     )
-
-    def step() -> None:
-        optimizer.zero_grad()
-        (0.5 * (layer(inputs) - targets).square().sum()).backward()
-        optimizer.step()
-
-    @torch.no_grad()
-    def extended_step() -> None:
-        layer.weight += first_extension(inputs.T, (layer(inputs) - targets).T, step_size=rate)
-
-    return extended_step if label == "First extension" else step
+    outputs = [layer(inputs).detach()]
+    first = (outputs[0] - targets).norm()
+    for _ in range(steps):
+        if label == "First extension":
+            with torch.no_grad():
+                layer.weight += first_extension(inputs.T, (outputs[-1] - targets).T, step_size=rate)
+        else:
+            optimizer.zero_grad()
+            (0.5 * (layer(inputs) - targets).square().sum()).backward()
+            optimizer.step()
+        outputs.append(layer(inputs).detach())
+        if not (outputs[-1] - targets).norm() < DIVERGED * first:
+            break
+    return Walk(label, rate, torch.stack(outputs), targets)
 
 
 def finding(*runs: Path) -> Finding:
