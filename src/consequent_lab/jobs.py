@@ -56,10 +56,10 @@ def run_jobs(
     report: Report,
     ended: Callable[[str, str], None],
 ) -> Summary:
-    """Does the jobs that are not done and could start now, until nothing is left, or it is as late as `time.time` says.
+    """Does the jobs that are not done and could start now, until nothing is left, or time, as of `time.time`, is up.
 
-    So many workers are processes of one thread each; one stays in this process, which takes what jobs report, and after
-    that the name of a job that has ended, and what there is to say.
+    Workers are processes of one thread each; a single one is this process. In it `report` takes what a job reports, and
+    `ended`, after all of that, its name and what there is to say.
     """
     summary = Summary()
 

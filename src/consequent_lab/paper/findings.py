@@ -40,6 +40,7 @@ class Series:
             raise ValueError(f"columns of series {self.label!r} differ in length: {lengths}")
         finite = {name: [_finite(value) for value in column] for name, column in self.columns.items()}
         object.__setattr__(self, "columns", finite)
+        object.__setattr__(self, "group", self.group or self.label)
 
 
 @dataclass(frozen=True)

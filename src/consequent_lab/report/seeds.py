@@ -7,7 +7,6 @@ from typing import Literal
 import numpy as np
 
 from consequent_lab.paper.findings import Panel, Series
-from consequent_lab.report.curve_styles import group_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ def curves(panel: Panel) -> list[Curve]:
     """Returns what to draw, from back to front: medians lie on top of the runs that they tell of."""
     groups: dict[str, list[Series]] = {}
     for series in panel.series:
-        groups.setdefault(group_of(series), []).append(series)
+        groups.setdefault(series.group, []).append(series)
     runs: list[Curve] = []
     medians: list[Curve] = []
     for group in groups.values():
@@ -49,5 +48,5 @@ def middle(runs: Sequence[Series], panel: Panel) -> Series | None:
     for axis in (*panel.x, *panel.y):
         values = np.array([run.columns[axis.column][:length] for run in runs], dtype=float)  # None is NaN
         columns[axis.column] = np.median(values, axis=0).tolist()  # and so is the median of any with it
-    group = group_of(runs[0])
+    group = runs[0].group
     return Series(f"{group}, median of {len(runs)}", columns, group, runs[0].style)

@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from consequent_lab.paper.findings import Axis, Contours, Figure, Panel
 from consequent_lab.records import write_atomically
-from consequent_lab.report.curve_styles import DASHES, CurveStyle, curve_styles, group_of
+from consequent_lab.report.curve_styles import DASHES, CurveStyle, curve_styles
 from consequent_lab.report.payload import aspect, choices, columns_of
 from consequent_lab.report.seeds import Curve, curves
 
@@ -129,7 +129,7 @@ def _draw_panel(axes: Axes, panel: Panel, x: Axis, y: Axis, styles: dict[str, Cu
     if not panel.series:
         axes.annotate("no runs yet", (0.5, 0.5), xycoords="axes fraction", ha="center", color=FAINT)
     for curve in curves(panel):
-        _draw_curve(axes, curve, x, y, styles[group_of(curve.series)])
+        _draw_curve(axes, curve, x, y, styles[curve.series.group])
     for axis, shown in ((axes.xaxis, x), (axes.yaxis, y)):
         _scale(axis, shown.log)
     if panel.contours:
