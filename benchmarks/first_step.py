@@ -21,12 +21,11 @@ from consequent_lab.bench_tables import machine
 from consequent_lab.numbers import three_digits
 from consequent_lab.records import write_json
 from consequent_lab.rounding import tf32
-from consequent_lab.targets import FULL, QUICK, matches
+from consequent_lab.targets import matches
 from consequent_lab.timing import synchronize
 from consequent_lab.workloads import Entrant, Task, TrainingStep
 
 TARGETS = {"cold": 10.0, "warm": 2.0}  # seconds, with nothing in Triton's cache and with all of it
-SIZES = {"full": FULL, "quick": QUICK}
 MATCHES = ("mlp", "resnet20")
 LONGEST = 300  # seconds that a process may take
 ROOT = Path(__file__).parents[1]
@@ -34,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 
 def work_of(match: str, sizes: str) -> tuple[Task, Entrant]:
     """Returns whose first step is taken: the entrant of a match that is corrected at the step."""
-    (found,) = (one for one in matches("cuda", SIZES[sizes]) if one.name == match)
+    (found,) = (one for one in matches("cuda", quick=sizes == "quick") if one.name == match)
     return found.task, next(entrant for entrant in found.entrants if entrant.way == "step")
 
 

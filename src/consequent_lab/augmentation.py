@@ -12,12 +12,7 @@ MARGIN = 8  # an image is moved by up to its shorter side divided by this
 def moved_and_mirrored(images: Tensor, kinds: Collection[str], generator: torch.Generator) -> Tensor:
     """Returns each image moved by up to an eighth of its size (crop), or mirrored every other time (flip).
 
-    What moves in from outside is 0.
-
-    Args:
-        images: `[N, channels, height, width]`.
-        kinds: "crop", "flip", or both.
-        generator: of the random numbers, on the images' device.
+    Images are `[N, channels, height, width]`; what moves in from outside is 0.
 
     >>> image = torch.arange(1.0, 5.0).reshape(1, 1, 2, 2)
     >>> seen = {tuple(moved_and_mirrored(image, ["flip"], torch.Generator().manual_seed(seed)).flatten().tolist())

@@ -65,10 +65,10 @@ class Bench:
 
         from consequent_lab.rounding import tf32
         from consequent_lab.speed import play
-        from consequent_lab.targets import FULL, QUICK, matches
+        from consequent_lab.targets import matches
 
         record = new_record("speed", device, quick=self.quick) | {"rows": [], "measurements": []}
-        for match in chosen(self.only, {one.name: one for one in matches(device, QUICK if self.quick else FULL)}):
+        for match in chosen(self.only, {one.name: one for one in matches(device, quick=self.quick)}):
             start = time.perf_counter()
             with tf32(allowed=True):
                 rows, measurement = play(match, device, self._plan(device), judge=not self.quick)

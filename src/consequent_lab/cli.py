@@ -49,12 +49,9 @@ def commands() -> dict[str, Callable[..., Command]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status.
-
-    Args:
-        arguments: what follows the program's name; `sys.argv` by default.
-    """
-    if list(sys.argv[1:] if arguments is None else arguments) == ["--version"]:
+    """Runs the command line, by default that of this process, and returns its exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if list(arguments) == ["--version"]:
         return _say_version()
     missing = [name for name in LAB_PACKAGES if find_spec(name) is None]
     if missing:
@@ -66,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             commands(),
             prog="consequent",
             description="Consequentialist optimisers: experiments and measurements.",
-            args=[_as_spelt_here(argument) for argument in (sys.argv[1:] if arguments is None else arguments)],
+            args=[_as_spelt_here(argument) for argument in arguments],
         )
         command.run()
     except ModuleNotFoundError as error:

@@ -210,7 +210,8 @@ class ConfiguredLearner(Learner):
 def _refuse(config: TrainConfig, dataset: Dataset, device: torch.device, ranks: RankGroup | None) -> None:
     """Raises if the config does not fit the data or the device."""
     if ranks is not None:
-        ranks.check_batch_size(config.batch_size)
+        if config.batch_size % ranks.size:
+            raise ValueError(f"batch_size {config.batch_size} cannot be shared out equally among {ranks.size} ranks")
         if config.graph:
             raise ValueError("graph: the step of several ranks cannot be a CUDA graph; leave it to the default")
     if config.graph and device.type != "cuda":

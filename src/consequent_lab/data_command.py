@@ -88,17 +88,17 @@ def inspect(name: str, folder: Path) -> State:
 
 def _download(names: tuple[str, ...], folder: Path, screen: Console) -> dict[str, str]:
     """Returns what went wrong, by the name of the data set; one that fails does not keep the next from being tried."""
-    from consequent_lab.datasets import layout_of
-    from consequent_lab.downloads import SOURCES, obtain
+    from consequent_lab.datasets import LAYOUTS
+    from consequent_lab.downloads import obtain
 
     failures = {}
     name_column = TextColumn("{task.description}", markup=False)
     columns = (name_column, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=screen) as bars:
         for name in names:
-            if name in SOURCES:
+            if name in LAYOUTS:
                 try:
-                    obtain(layout_of(name), SOURCES[name], folder, bars)
+                    obtain(LAYOUTS[name], folder, bars)
                 except OSError as error:
                     failures[name] = f"{name}: {error}"
     return failures

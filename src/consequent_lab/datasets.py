@@ -45,10 +45,11 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of a data set, packed by gzip or not, and what must be in them.
+    """The files of a data set, packed by gzip or not, what must be in them, and where they are published.
 
     CIFAR's files hold rows of label bytes and pixels, red before green before blue, split evenly over the files. The
-    others are IDX files: one of images and one of labels for each split, each with a header.
+    others are IDX files: one of images and one of labels for each split, each with a header. An archive has its files
+    in a folder, the first of the places.
     """
 
     name: str  # as on the command line
@@ -60,6 +61,8 @@ class Layout:
     places: tuple[str, ...]  # sub-folders in which the files usually lie; the first one is where a download goes
     train_files: tuple[str, ...]
     test_files: tuple[str, ...]
+    address: str  # of the folder with the published files
+    digests: dict[str, str]  # SHA-256 sums of these, by name
     label_classes: tuple[int, ...] = ()  # values of every label byte of a row, the last of which is the class; not IDX
 
     @property
@@ -97,6 +100,10 @@ class Layout:
         return table
 
 
+# Addresses: https://www.cs.toronto.edu/~kriz/cifar.html ("binary version") and the table in the README of
+# https://github.com/zalandoresearch/fashion-mnist. Both publish md5 sums; the SHA-256 sums of the same files are those
+# of TensorFlow Datasets (tensorflow_datasets/url_checksums/{cifar10,cifar100,fashion_mnist}.txt), and torchvision's
+# prototype of FashionMNIST and MLDatasets.jl have the same.
 CIFAR10 = Layout(
     name="cifar10",
     title="CIFAR-10",
@@ -107,6 +114,8 @@ CIFAR10 = Layout(
     places=("cifar-10-batches-bin", "."),
     train_files=tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
     test_files=("test_batch.bin",),
+    address="https://www.cs.toronto.edu/~kriz",
+    digests={"cifar-10-binary.tar.gz": "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"},
     label_classes=(10,),
 )
 CIFAR100 = Layout(
@@ -119,6 +128,8 @@ CIFAR100 = Layout(
     places=("cifar-100-binary", "."),
     train_files=("train.bin",),
     test_files=("test.bin",),
+    address="https://www.cs.toronto.edu/~kriz",
+    digests={"cifar-100-binary.tar.gz": "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"},
     label_classes=(20, 100),
 )
 FASHION_MNIST = Layout(
@@ -131,6 +142,13 @@ FASHION_MNIST = Layout(
     places=("FashionMNIST/raw", "FashionMNIST", "fashion-mnist", "raw", "."),
     train_files=("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     test_files=("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+    address="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",  # no https there: the digests vouch for them
+    digests={
+        "train-images-idx3-ubyte.gz": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+        "train-labels-idx1-ubyte.gz": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+        "t10k-images-idx3-ubyte.gz": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+        "t10k-labels-idx1-ubyte.gz": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+    },
 )
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (CIFAR10, CIFAR100, FASHION_MNIST)}
 EMBEDDED = "digits"
@@ -142,12 +160,7 @@ NAMES = (*LAYOUTS, EMBEDDED)
 
 
 def load(name: str = EMBEDDED, folder: Path | None = None) -> Dataset:
-    """Returns a data set.
-
-    Args:
-        name: one of `NAMES`; the digits need no folder.
-        folder: where the files are, or the usual sub-folder of them; by default the environment's CONSEQUENT_DATA, else
-            `data` in the current folder.
+    """Returns one of `NAMES`, from the folder that `data_folder` finds; the digits need none.
 
     Raises:
         FileNotFoundError: if a file is not there; says which, and how to get it.
@@ -291,11 +304,7 @@ def _check_balance(layout: Layout, paths: list[Path], labels: Tensor, count: int
 def held_out(dataset: Dataset, fraction: float) -> Dataset:
     """Returns a part of the training set as another training set, and the rest of it in place of the test set.
 
-    The same samples are held out every time, whatever the seed of a run.
-
-    Args:
-        dataset: what to split.
-        fraction: of the training set that is held out; at least one sample is.
+    The same samples are held out every time, whatever the seed of a run; at least one is.
 
     >>> split = held_out(load("digits"), 0.1)
     >>> len(split.train_labels), len(split.test_labels)
@@ -317,17 +326,9 @@ def prepared(
 ) -> Data:
     """Returns the data set as a network takes it, moved to the device once.
 
-    Args:
-        dataset: what to prepare.
-        normalisation: "unit" (values in [0, 1]), "centred" ([-½, ½]), "symmetric" ([-1, 1]) or "features" (every
-            feature has mean 0 and variance 1 over the training set; one that is constant there becomes 0). Inputs
-            that are not bytes are taken as they are.
-        device: where it is to lie.
-        flat: whether an image is one row of features (for dense layers).
-        channels_last: of images, the memory format.
-
-    Raises:
-        ValueError: if there is no such normalisation.
+    Normalisations: "unit" (values in [0, 1]), "centred" ([-½, ½]), "symmetric" ([-1, 1]), "features" (every feature has
+    mean 0 and variance 1 over the training set; one that is constant there becomes 0). Inputs that are not bytes are
+    taken as they are. Where it is to be flat, an image is one row of features.
     """
     is_bytes = dataset.train_images.dtype == torch.uint8
     if is_bytes:

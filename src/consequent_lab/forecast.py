@@ -97,25 +97,20 @@ def measured_cost(device: str, data: Path | None) -> Callable[[TrainConfig], Cos
         test = slice(TIMED_SAMPLES)
         few = replace(dataset, test_images=dataset.test_images[test], test_labels=dataset.test_labels[test])
         ConfiguredLearner(config, few, place).settle()  # the first one pays for what is only done once
-        start = time.perf_counter()
+        begun = time.perf_counter()
         learner = ConfiguredLearner(config, few, place)
         learner.settle()
-        return _timed(learner, time.perf_counter() - start, len(dataset.test_labels))
+        synchronize(device)
+        ready, steps = time.perf_counter(), 0
+        while steps < TIMED_STEPS and time.perf_counter() - ready < TIMED_SECONDS:
+            learner.step(steps, TIMED_STEPS)
+            steps += 1
+        synchronize(device)
+        trained = time.perf_counter()
+        evaluate(learner.model, learner.test_samples, usual_loss)
+        synchronize(device)
+        sample = (time.perf_counter() - trained) / len(learner.test_samples)
+        samples, test_samples = len(learner.samples), len(dataset.test_labels)
+        return Cost(ready - begun, (trained - ready) / steps, sample, samples, test_samples)
 
     return cost
-
-
-def _timed(learner: ConfiguredLearner, start_up: float, test_samples: int) -> Cost:
-    device = learner.samples.device.type
-    synchronize(device)
-    start, steps = time.perf_counter(), 0
-    while steps < TIMED_STEPS and time.perf_counter() - start < TIMED_SECONDS:
-        learner.step(steps, TIMED_STEPS)
-        steps += 1
-    synchronize(device)
-    step = (time.perf_counter() - start) / steps
-    start = time.perf_counter()
-    evaluate(learner.model, learner.test_samples, usual_loss)
-    synchronize(device)
-    sample = (time.perf_counter() - start) / len(learner.test_samples)
-    return Cost(start_up, step, sample, len(learner.samples), test_samples)

@@ -25,15 +25,9 @@ PRIORITY = -1
 class GraphedStep:
     """A training step that is replayed: call it with a batch, get the loss.
 
-    Making it trains for `warm_up` steps on the batch given here.
-
-    Args:
-        model: on a CUDA device.
-        optimizer: over the model's parameters, with a correction attached or not; `capturable=True` where it has that
-            option and a step count (Adam, AdamW, RMSprop, …).
-        compute_loss: called with the model and the tensors of a batch.
-        batch: the tensors of the first batch; all later ones have their shapes.
-        warm_up: eager steps before the capture.
+    Making it trains for `warm_up` eager steps on the batch given here, whose shapes all later ones have. The loss is
+    computed from the model and the tensors of a batch. An optimiser with a step count (Adam, AdamW, RMSprop, …) needs
+    `capturable=True`.
 
     Raises:
         ValueError: if a tensor is not on a CUDA device, or a step-counting optimiser is not capturable.
@@ -60,13 +54,7 @@ class GraphedStep:
 
         self._step = step  # holds the model and the optimiser, whose memory the graph writes to
         self._graph: torch.cuda.CUDAGraph | None = None
-        before = torch.cuda.current_stream()
-        aside = torch.cuda.Stream()
-        aside.wait_stream(before)
-        with torch.cuda.stream(aside):
-            for _ in range(warm_up):
-                step()
-        before.wait_stream(aside)
+        step_aside(step, warm_up)
         self.capture()
 
     def capture(self) -> None:
@@ -111,6 +99,16 @@ class GraphedStep:
         assert self._graph is not None
         self._graph.replay()
         return self._loss
+
+
+def step_aside(step: Callable[[], object], times: int = 1) -> None:
+    """Takes steps on a stream of their own, as those before a capture need it."""
+    before, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+    aside.wait_stream(before)
+    with torch.cuda.stream(aside):
+        for _ in range(times):
+            step()
+    before.wait_stream(aside)
 
 
 def _check(model: nn.Module, optimizer: Optimizer | Optimizers, batch: tuple[Tensor, ...]) -> None:

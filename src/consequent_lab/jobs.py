@@ -56,14 +56,10 @@ def run_jobs(
     report: Report,
     ended: Callable[[str, str], None],
 ) -> Summary:
-    """Does jobs until nothing is left, or time is up.
+    """Does the jobs that are not done and could start now, until nothing is left, or time, as of `time.time`, is up.
 
-    Args:
-        ready: returns the jobs that are not done and could start now.
-        workers: so many processes of one thread each; one stays in this process.
-        deadline: as of `time.time`.
-        report: takes what jobs report, in this process; all of it before their end.
-        ended: takes the name of a job that has ended, and what there is to say.
+    Workers are processes of one thread each; a single one is this process. In it `report` takes what a job reports, and
+    `ended`, after all of that, its name and what there is to say.
     """
     summary = Summary()
 

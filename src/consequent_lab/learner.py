@@ -6,12 +6,13 @@ experiments keep a folder beside it (`trainer.py`).
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from consequent_lab.graphs import WARM_UP_STEPS, GraphedStep
+from consequent_lab.graphs import WARM_UP_STEPS, GraphedStep, step_aside
 from consequent_lab.optimizers import Optimizers
 from consequent_lab.samples import Loss, Samples
 
@@ -25,16 +26,9 @@ class Learner:
     The last batch of an epoch is dropped if it is not full. Order and augmentation depend on the seed and the epoch
     alone: nothing needs to be kept to make them again.
 
-    Args:
-        model: where the samples are.
-        optimizers: over its parameters.
-        samples: to train on.
-        loss: of outputs and targets.
-        batch_size: samples a step.
-        seed: of the order of samples and the augmentation.
-        augment: what becomes of all inputs in every epoch.
-        graph: replay the step as a CUDA graph; the first steps are eager, on a stream of their own, as a capture needs
-            it, and after every change of learning rates there is another capture.
+    `augment` is what becomes of all inputs in every epoch. With `graph`, the step is replayed as a CUDA graph: the
+    first steps are eager, on a stream of their own, as a capture needs it, and after every change of learning rates
+    there is another capture.
     """
 
     def __init__(
@@ -106,7 +100,7 @@ class Learner:
             self.eager_step(indices)
         else:
             self._eager_left -= 1
-            self._step_aside(indices)
+            step_aside(partial(self.eager_step, indices))
 
     def schedule(self, factor: float) -> None:
         """Sets all learning rates to a fraction of their peaks, which a captured step would not see."""
@@ -128,13 +122,6 @@ class Learner:
         self.optimizers.zero_grad()
         self.loss(self._called, indices).backward()
         self.optimizers.step()
-
-    def _step_aside(self, indices: Tensor) -> None:
-        before, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-        aside.wait_stream(before)
-        with torch.cuda.stream(aside):
-            self.eager_step(indices)
-        before.wait_stream(aside)
 
 
 def first_model(seed: int, make: Callable[[], Model]) -> Model:

@@ -36,14 +36,9 @@ def resnet20(batch_norm: bool) -> nn.Sequential:
 def residual_net(
     widths: Sequence[int], blocks: int, batch_norm: bool = False, channels: int = 3, classes: int = 10
 ) -> nn.Sequential:
-    """Returns a residual network for small images.
+    """Returns a residual network for small images, with so many blocks of two convolutions in each stage.
 
-    Args:
-        widths: channels of each stage; every stage but the first halves the image.
-        blocks: of two convolutions, per stage.
-        batch_norm: with BatchNorm after every convolution, or without any; then the convolutions have biases.
-        channels: of the images.
-        classes: how many there are.
+    Every stage but the first halves the image. Without BatchNorm, convolutions have biases.
     """
     stem = _convolution(channels, widths[0], 1, batch_norm)
     body = [BasicBlock(widths[0], widths[0], 1, batch_norm) for _ in range(blocks)]
@@ -128,15 +123,7 @@ def _normalised_convolution(inputs: int, outputs: int, kernel: int, stride: int)
 
 
 class LanguageModel(nn.Module):
-    """A transformer of the shape of GPT-2, by default the small one, without dropout; the head shares its weight.
-
-    Args:
-        layers: transformer blocks.
-        width: of the residual stream.
-        heads: of each attention.
-        context: tokens per sequence at most.
-        vocabulary: different tokens.
-    """
+    """A transformer of the shape of GPT-2, by default the small one, without dropout; the head shares its weight."""
 
     def __init__(
         self, layers: int = 12, width: int = 768, heads: int = 12, context: int = 1024, vocabulary: int = 50257

@@ -21,6 +21,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,7 @@ def own_model(name: str, dataset: Dataset) -> nn.Module:
     """
     function = function_named("model", name)
     shape = tuple(dataset.train_images.shape[1:])
-    arguments = (shape, dataset.classes) if _needs_arguments(function, name) else ()
-    model = function(*arguments)
+    model = function(*_arguments(function, name, (shape, dataset.classes)))
     if not isinstance(model, nn.Module):
         text = f"--model {name} returned a {type(model).__name__}: it must return an nn.Module"
         raise ValueError(text)  # noqa: TRY004
@@ -88,21 +88,20 @@ def own_model(name: str, dataset: Dataset) -> nn.Module:
     return model
 
 
-def _needs_arguments(function: Maker, name: str) -> bool:
+def _arguments(function: Maker, name: str, offered: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns what the function is to be called with: nothing if it can do without, else all that is offered."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # of something built in
-        return True
-    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    needed = [
-        one for one in parameters if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]
-    if needed and (len(needed) > 2 or len(positional) < 2):
-        raise ValueError(
-            f"--model {name} needs ({', '.join(one.name for one in needed)}): it is called as function(shape, "
-            "classes), or as function() if it needs nothing"
-        )
-    return bool(needed)
+        return offered
+    for arguments in ((), offered):
+        with suppress(TypeError):
+            signature.bind(*arguments)
+            return arguments
+    raise ValueError(
+        f"--model {name} needs {signature}: it is called as function(shape, classes), or as function() if it needs "
+        "nothing"
+    )
 
 
 @torch.no_grad()

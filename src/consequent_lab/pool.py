@@ -69,7 +69,7 @@ class Pool:
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Starts `function(report, *arguments)`, or queues it until a worker is free; all of it is pickled."""
-        return self._processes.submit(_call, function, *arguments)
+        return self._processes.submit(function, _report, *arguments)
 
     def flush(self) -> None:
         """Waits until everything has been handed on that was reported by calls which have returned."""
@@ -101,10 +101,6 @@ def _leave_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(_report, *arguments)
 
 
 def _report(message: object) -> None:

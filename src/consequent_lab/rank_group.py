@@ -47,11 +47,6 @@ class RankGroup:
         """Returns this rank's part of a mini-batch."""
         return indices.chunk(self.size)[self.rank]
 
-    def check_batch_size(self, batch_size: int) -> None:
-        """Raises unless all ranks get as many samples of a mini-batch."""
-        if batch_size % self.size:
-            raise ValueError(f"batch_size {batch_size} cannot be shared out equally among {self.size} ranks")
-
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         """Returns the model that averages its gradients over ranks."""
         return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)

@@ -64,15 +64,23 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Calls `write` with a file that takes the place of `path` once it is complete, never before."""
+    """Calls `write` with a file that takes the place of `path` once it is complete and on the disk, never before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with unfinished.open("wb") as file:
             write(file)
+            file.flush()
+            os.fsync(file.fileno())
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+    if os.name == "posix":  # the name, too, where the system can
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def package_version(package: str) -> str:

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -78,7 +78,7 @@ class RunFolder:
             for name in ("config.json", "environment.json", "checkpoint.pt", "done.json"):
                 for leftover in self.path.glob(f".{name}.*"):  # of a writer that was killed
                     leftover.unlink()
-            if self._path("config.json").exists():
+            if (self.path / "config.json").exists():
                 self._refuse_other(config)
             else:
                 self._write_json("config.json", asdict(config))
@@ -106,7 +106,7 @@ class RunFolder:
 
     def config(self, kind: "type[Config]") -> "Config":
         """Returns the config, of a kind of dataclass; options that are newer than it have their defaults."""
-        path = self._path("config.json")
+        path = self.path / "config.json"
         return config_from(_read_object(path), kind, str(path))
 
     def add_environment(self, start: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ class RunFolder:
 
     def environment(self) -> list[dict[str, Any]]:
         """Returns the entries of environment.json; none before the first start."""
-        path = self._path("environment.json")
+        path = self.path / "environment.json"
         if not path.exists():
             return []
         starts = _read_object(path).get("starts")
@@ -128,7 +128,7 @@ class RunFolder:
     def append(self, line: dict[str, Any]) -> None:
         """Appends a line to the metrics; numbers that are not finite become null."""
         data = (json.dumps(plain_numbers(line, DIGITS), ensure_ascii=False, allow_nan=False) + "\n").encode()
-        with self._path("metrics.jsonl").open("ab") as file:
+        with (self.path / "metrics.jsonl").open("ab") as file:
             file.write(data)
         self._metrics_digest.update(data)
         self._metrics_bytes += len(data)
@@ -139,7 +139,7 @@ class RunFolder:
         Raises:
             DamagedFileError: if a line cannot be read, or a finished run's metrics are not those it finished with.
         """
-        path = self._path("metrics.jsonl")
+        path = self.path / "metrics.jsonl"
         data = path.read_bytes() if path.exists() else b""
         outcome = self.outcome()
         if outcome is not None:
@@ -150,7 +150,7 @@ class RunFolder:
         return [parsed(line, f"{path}, line {number},") for number, line in enumerate(lines, start=1)]
 
     def _check_metrics(self, data: bytes, expected: dict[str, Any], when: str) -> None:
-        path, length = self._path("metrics.jsonl"), expected["bytes"]
+        path, length = self.path / "metrics.jsonl", expected["bytes"]
         if len(data) < length:
             raise DamagedFileError(f"{path} is damaged: it has {len(data)} bytes, and had {length} {when}")
         if hashlib.sha256(data[:length]).hexdigest() != expected["sha256"]:
@@ -158,8 +158,8 @@ class RunFolder:
 
     def _metrics_so_far(self) -> dict[str, Any]:
         """Brings the metrics to the disk and returns what they can be recognised by."""
-        if self._path("metrics.jsonl").exists():
-            with self._path("metrics.jsonl").open("rb+") as file:
+        if (self.path / "metrics.jsonl").exists():
+            with (self.path / "metrics.jsonl").open("rb+") as file:
                 os.fsync(file.fileno())
         return {"bytes": self._metrics_bytes, "sha256": self._metrics_digest.hexdigest()}
 
@@ -186,7 +186,7 @@ class RunFolder:
         Raises:
             DamagedFileError: if the checkpoint or the metrics are not what was written. Nothing was changed then.
         """
-        path = self._path("metrics.jsonl")
+        path = self.path / "metrics.jsonl"
         data = path.read_bytes() if path.exists() else b""
         checkpoint = self._load_checkpoint()
         length = 0
@@ -206,7 +206,7 @@ class RunFolder:
     def _load_checkpoint(self) -> dict[str, Any] | None:
         import torch
 
-        path = self._path("checkpoint.pt")
+        path = self.path / "checkpoint.pt"
         if not path.exists():
             return None
         data = memoryview(path.read_bytes())
@@ -228,7 +228,7 @@ class RunFolder:
 
     def outcome(self) -> dict[str, Any] | None:
         """Returns how the run ended, or None if it has not."""
-        path = self._path("done.json")
+        path = self.path / "done.json"
         if not path.exists():
             return None
         outcome = _read_object(path)
@@ -238,22 +238,12 @@ class RunFolder:
 
     # ---- files --------------------------------------------------------------------------------------------------
 
-    def _path(self, name: str) -> Path:
-        return self.path / name
-
     def _write_json(self, name: str, value: dict[str, Any]) -> None:
         text = json.dumps(sealed(value), indent=1, ensure_ascii=False, allow_nan=False)
         self._write(name, (text + "\n").encode())
 
     def _write(self, name: str, *parts: "bytes | memoryview") -> None:
-        def write(file: IO[bytes]) -> None:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-
-        write_atomically(self._path(name), write)
-        _sync_folder(self.path)
+        write_atomically(self.path / name, lambda file: file.writelines(parts))
 
 
 def config_from(values: dict[str, Any], kind: "type[Config]", where: str) -> "Config":
@@ -341,16 +331,6 @@ def _locked(path: Path) -> Iterator[None]:
 def checkpoint_seal(payload: "bytes | memoryview") -> bytes:
     """Returns what follows a checkpoint in its file: a digest by which damage is found."""
     return CHECKPOINT_SEAL + hashlib.sha256(payload).hexdigest().encode()
-
-
-def _sync_folder(path: Path) -> None:
-    """Brings the names in a folder to the disk, where the system can."""
-    if os.name == "posix":
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _read_object(path: Path) -> dict[str, Any]:

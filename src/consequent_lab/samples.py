@@ -13,13 +13,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # of outputs and targets, a mean over
 
 
 class Samples:
-    """Inputs and targets, to be taken in any order.
-
-    Args:
-        inputs: a row of features, or an image, per sample.
-        targets: classes or numbers.
-        channels_last: hand out images in this memory format; they are kept in it, so that taking some copies once.
-    """
+    """Inputs and targets, to be taken in any order; images are kept in their memory format: taking some copies once."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, *, channels_last: bool = False) -> None:
         self._kept = inputs.permute(0, 2, 3, 1).contiguous() if channels_last else inputs
@@ -89,11 +83,7 @@ class Data:
 
 
 def usual_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Returns the mean over samples: cross-entropy of classes, half of the squared error of numbers.
-
-    Args:
-        outputs: of the model, `[N, classes]` or of the targets' shape.
-        targets: classes as whole numbers, `[N]`, or floats, `[N, …]`: errors are summed over all but samples.
+    """Returns the mean over samples: cross-entropy of classes, `[N]`, half of the squared error of numbers, `[N, …]`.
 
     >>> usual_loss(torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.zeros(2, 2))
     tensor(1.2500)

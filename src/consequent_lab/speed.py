@@ -22,13 +22,7 @@ Record = dict[str, Any]
 
 
 def play(match: Match, device: str, plan: Plan, *, judge: bool) -> tuple[list[Record], Record]:
-    """Measures a match; an entrant that fails is left out, with its error.
-
-    Args:
-        match: who is timed on what.
-        device: "cpu" or "cuda".
-        plan: how thoroughly.
-        judge: whether to say which targets are met; `met` is None otherwise.
+    """Measures a match; an entrant that fails is left out, with its error. `met` is None where nothing is judged.
 
     Returns:
         A line for each of ours in every comparison, and what was measured of every entrant.
@@ -94,18 +88,15 @@ def compared(
 
 def _ratio(comparison: Comparison, ours: str, timings: Timings, memory: dict[str, PeakMemory]) -> Record:
     """Returns the numbers of ours and of the other (milliseconds or mebibytes), or why there are none."""
-    names = ours, comparison.baseline
-    values: list[float | None] = [None, None]
-    ratio = None
-    errors = [f"{name}: {timings.errors[name]}" for name in names if name in timings.errors]
-    if not errors and comparison.quantity == "memory":
-        errors = [f"no peak memory of {name}" for name in names if name not in memory]
-    if not errors and comparison.quantity == "memory":
-        mine, other = (memory[name].later for name in names)
-        values, ratio = [mine, other], Quartiles.of([mine / other])
-    elif not errors:
-        values = [Quartiles.of(timings.milliseconds[name]).median for name in names]
-        ratio = timings.ratio(*names)
-    sides = (("ours", ours), ("baseline", comparison.baseline))
-    found: Record = {side: {"name": name, "value": value} for (side, name), value in zip(sides, values, strict=True)}
-    return found | {"ratio": None if ratio is None else asdict(ratio), "error": "; ".join(errors) or None}
+    sides = {"ours": ours, "baseline": comparison.baseline}
+    samples = timings.milliseconds
+    errors = [f"{name}: {timings.errors[name]}" for name in sides.values() if name in timings.errors]
+    if comparison.quantity == "memory":
+        samples = {name: [peak.later] for name, peak in memory.items()}
+        errors = errors or [f"no peak memory of {name}" for name in sides.values() if name not in samples]
+    if errors:
+        nothing = {side: {"name": name, "value": None} for side, name in sides.items()}
+        return nothing | {"ratio": None, "error": "; ".join(errors)}
+    found = {side: {"name": name, "value": Quartiles.of(samples[name]).median} for side, name in sides.items()}
+    ratio = Timings(samples).ratio(*sides.values())
+    return found | {"ratio": asdict(ratio), "error": None}

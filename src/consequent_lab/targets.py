@@ -1,7 +1,7 @@
 """What a consequentialist step may cost: the one table of measurements and targets."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -48,146 +48,110 @@ class Match:
 
 
 @dataclass(frozen=True)
-class Perceptron:
-    """A multi-layer perceptron on a batch, and what it may cost on a GPU, eager and in a CUDA graph."""
+class Case:
+    """A network that learns a task with one of torch's optimisers, and the most that its C- versions may cost."""
 
     name: str
-    batch: int
-    inputs: int
-    hidden: tuple[int, ...]
-    eager: float
-    graph: float
+    task: Task
+    model: Callable[[], nn.Module]
+    family: str  # the optimiser's name,
+    optimizer: str  # and as `plain_optimizer` calls it
+    eager: float | None  # the better one of those that are corrected in every step
+    graph: float | None = None  # the same in CUDA graphs
+    refresh: float | None = None  # the one that refreshes now and then; without a target there is none
+    memory: dict[str, float | None] = field(default_factory=dict)  # peaks, by baseline
+    options: dict[str, Any] = field(default_factory=dict)  # of the correction
+    rival: Entrant | None = None  # another one to be compared with, beside that optimiser
+    rival_eager: float | None = None
+    rival_graph: float | None = None
 
-    @property
-    def task(self) -> Task:
-        """The batch."""
-        title = f"MLP {self.inputs}-{len(self.hidden)}×{self.hidden[0]}-10, batch {self.batch}"
-        return Task(title, (self.batch, self.inputs))
+    def match(self, *, graph: bool = False) -> Match:
+        """Returns the optimiser against its C- versions with the default damping.
 
-    def model(self) -> nn.Module:
-        """Returns the network."""
-        return mlp(self.inputs, self.hidden, 10)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How large the networks and batches are."""
-
-    perceptrons: tuple[Perceptron, ...]  # the first is also for CPUs
-    residual: Task
-    residual_model: Callable[[bool], nn.Module]  # with BatchNorm?
-    imagenet: Task
-    language: Task
-    language_model: Callable[[], nn.Module]
-
-
-FULL = Sizes(
-    perceptrons=(
-        Perceptron("mlp", 32, 3072, (800,) * 8, 1.3, 1.10),
-        Perceptron("mlp-128", 128, 3072, (800,) * 8, 1.5, 1.25),
-        Perceptron("mlp-512", 512, 3072, (800,) * 8, 1.7, 1.6),
-        Perceptron("mlp-2048", 2048, 3072, (800,) * 8, 2.0, 2.0),
-        Perceptron("mlp-256-wide", 256, 256, (256,) * 5, 1.5, 1.3),
-        Perceptron("mlp-256-wide-16384", 16384, 256, (256,) * 5, 1.5, 1.5),
-        Perceptron("mlp-1024-wide", 1024, 1024, (1024,) * 5, 2.0, 2.0),
-    ),
-    residual=Task("ResNet-20, batch 128", (128, 3, 32, 32), channels_last=True),
-    residual_model=resnet20,
-    imagenet=Task("ResNet-50, 64 images of 224², bfloat16", (64, 3, 224, 224), 1000, channels_last=True, autocast=True),
-    language=Task("GPT-2 small, 8×1024 tokens, bfloat16", (8, 1024), 50257, tokens=True, autocast=True),
-    language_model=LanguageModel,
-)
-QUICK = Sizes(
-    perceptrons=(
-        Perceptron("mlp", 16, 64, (64, 64), 1.3, 1.10),
-        Perceptron("mlp-128", 128, 64, (64, 64), 1.5, 1.25),
-    ),
-    residual=Task("ResNet-8, batch 8, 16² pixels", (8, 3, 16, 16), channels_last=True),
-    residual_model=lambda batch_norm: residual_net((4, 8, 16), 1, batch_norm),
-    imagenet=replace(FULL.imagenet, title="ResNet-50, 2 images of 64², bfloat16", shape=(2, 3, 64, 64)),
-    language=replace(FULL.language, title="GPT of 2 layers, 2×64 tokens, bfloat16", shape=(2, 64), classes=256),
-    language_model=partial(LanguageModel, layers=2, width=64, heads=4, context=64, vocabulary=256),
-)
+        CUDA graphs refuse what refreshes now and then, and their memory is not counted.
+        """
+        refreshes = self.refresh is not None and not graph
+        ways = WAYS if refreshes else ("step", "backward")
+        ours = [
+            Entrant(f"C-{self.family}{WAYS[way][0]}", self.model, self.optimizer, WAYS[way][1] | self.options, way)
+            for way in ways
+        ]
+        names = tuple(entrant.name for entrant in ours)
+        entrants = (Entrant(self.family, self.model, self.optimizer), *ours)
+        comparisons = [Comparison(names[:2], self.family, self.graph if graph else self.eager)]
+        if not graph:
+            comparisons += [Comparison(names[:1], other, most, "memory") for other, most in self.memory.items()]
+        if refreshes:
+            comparisons.append(Comparison(names[2:], self.family, self.refresh))
+        if self.rival is not None:
+            entrants = (self.rival, *entrants)
+            comparisons.insert(
+                0, Comparison(names[:2], self.rival.name, self.rival_graph if graph else self.rival_eager)
+            )
+        name, period = f"{self.name}-graph" if graph else self.name, PERIOD if refreshes else 1
+        return Match(name, self.task, entrants, tuple(comparisons), graph, period)
 
 
-def matches(device: str, sizes: Sizes = FULL) -> tuple[Match, ...]:
-    """Returns all matches on a device.
+def matches(device: str, *, quick: bool = False) -> tuple[Match, ...]:
+    """Returns all matches on a device, or quick ones, of tiny networks.
 
     Those with CUDA graphs come last: a capture that fails may leave the process in a state that slows the others.
     """
+    residual, *others = _cases(quick)
     if device == "cuda":
-        return (*_on_cuda(sizes, graph=False), *_on_cuda(sizes, graph=True))
-    first = sizes.perceptrons[0]
-    return (
-        _match(first.name, first.task, "SGD", first.model, "sgd", 1.2),
-        _match("resnet20", sizes.residual, "SGD", partial(sizes.residual_model, False), "sgd", 1.6),
-    )
+        return tuple(case.match(graph=graph) for graph in (False, True) for case in (residual, *others))
+    plain = Case(residual.name, residual.task, residual.model, "SGD", "sgd", 1.6)
+    return replace(others[0], eager=1.2).match(), plain.match()
 
 
-def _on_cuda(sizes: Sizes, *, graph: bool) -> tuple[Match, ...]:
-    """CUDA graphs refuse what refreshes now and then, and their memory is not counted."""
-    plain, normalised = "Nesterov", "Nesterov + BN"
-    model, tokens = partial(sizes.residual_model, False), sizes.language.shape[1]
-    residual = _match(
-        *("resnet20", sizes.residual, plain, model, "nesterov", 1.12 if graph else None),
-        memory={} if graph else {plain: 1.2, normalised: None},
-        refresh=None if graph else 1.25,
+def _cases(quick: bool) -> list[Case]:
+    """Returns what is measured on a GPU: ResNet-20, perceptrons, ResNet-50 and GPT-2; the first two on CPUs, too."""
+    residual = Task("ResNet-20, batch 128", (128, 3, 32, 32), channels_last=True)
+    residual_model: Callable[[bool], nn.Module] = resnet20
+    imagenet = Task(
+        "ResNet-50, 64 images of 224², bfloat16", (64, 3, 224, 224), 1000, channels_last=True, autocast=True
     )
-    against_norm = Comparison(residual.comparisons[0].ours, normalised, 1.0 if graph else 1.15)
-    residual = replace(
-        residual,
-        entrants=(Entrant(normalised, partial(sizes.residual_model, True), "nesterov"), *residual.entrants),
-        comparisons=(against_norm, *residual.comparisons),
-    )
-    found = (
-        residual,
-        *(_match(p.name, p.task, "SGD", p.model, "sgd", p.graph if graph else p.eager) for p in sizes.perceptrons),
-        _match(
-            *("resnet50", sizes.imagenet, plain, resnet50, "nesterov", 1.5),
-            memory={} if graph else {plain: None},
-            refresh=None if graph else 1.15,
+    language = Task("GPT-2 small, 8×1024 tokens, bfloat16", (8, 1024), 50257, tokens=True, autocast=True)
+    language_model: Callable[[], nn.Module] = LanguageModel
+    perceptrons = [
+        _perceptron("mlp", 32, 3072, (800,) * 8, 1.3, 1.10),
+        _perceptron("mlp-128", 128, 3072, (800,) * 8, 1.5, 1.25),
+        _perceptron("mlp-512", 512, 3072, (800,) * 8, 1.7, 1.6),
+        _perceptron("mlp-2048", 2048, 3072, (800,) * 8, 2.0, 2.0),
+        _perceptron("mlp-256-wide", 256, 256, (256,) * 5, 1.5, 1.3),
+        _perceptron("mlp-256-wide-16384", 16384, 256, (256,) * 5, 1.5, 1.5),
+        _perceptron("mlp-1024-wide", 1024, 1024, (1024,) * 5, 2.0, 2.0),
+    ]
+    if quick:
+        residual = replace(residual, title="ResNet-8, batch 8, 16² pixels", shape=(8, 3, 16, 16))
+        residual_model = partial(residual_net, (4, 8, 16), 1)
+        imagenet = replace(imagenet, title="ResNet-50, 2 images of 64², bfloat16", shape=(2, 3, 64, 64))
+        language = replace(language, title="GPT of 2 layers, 2×64 tokens, bfloat16", shape=(2, 64), classes=256)
+        language_model = partial(LanguageModel, layers=2, width=64, heads=4, context=64, vocabulary=256)
+        perceptrons = [
+            _perceptron("mlp", 16, 64, (64, 64), 1.3, 1.10),
+            _perceptron("mlp-128", 128, 64, (64, 64), 1.5, 1.25),
+        ]
+    plain, normalised, tokens = "Nesterov", "Nesterov + BN", language.shape[1]
+    return [
+        Case(
+            *("resnet20", residual, partial(residual_model, False), plain, "nesterov", None, 1.12, 1.25),
+            memory={plain: 1.2, normalised: None},
+            rival=Entrant(normalised, partial(residual_model, True), "nesterov"),
+            rival_eager=1.15,
+            rival_graph=1.0,
         ),
-        _match(
-            *("gpt2", sizes.language, "AdamW", sizes.language_model, "adamw", 1.3 if graph else 1.4),
-            memory={} if graph else {"AdamW": None},
-            refresh=None if graph else 1.15,
+        *perceptrons,
+        Case("resnet50", imagenet, resnet50, plain, "nesterov", 1.5, 1.5, 1.15, {plain: None}),
+        Case(
+            *("gpt2", language, language_model, "AdamW", "adamw", 1.4, 1.3, 1.15),
+            memory={"AdamW": None},
             # The head stays plain: it shares its weight with the embedding, whose gradient no matrix product explains.
             options={"loss_reduction": lambda sequences: sequences * tokens, "exclude": "head"},
         ),
-    )
-    return tuple(replace(one, name=f"{one.name}-graph", graph=True) for one in found) if graph else found
+    ]
 
 
-def _match(
-    name: str,
-    task: Task,
-    family: str,
-    model: Callable[[], nn.Module],
-    optimizer: str,
-    target: float | None,
-    *,
-    memory: dict[str, float | None] | None = None,
-    refresh: float | None = None,
-    options: dict[str, Any] | None = None,
-) -> Match:
-    """An optimiser against its C- versions, with the default damping.
-
-    Args:
-        name: of the match.
-        task: what is learnt.
-        family: the optimiser's name.
-        model: makes the network.
-        optimizer: as torch has it.
-        target: of the better one of those that are corrected in every step.
-        memory: the targets of peak memory, by baseline.
-        refresh: the target of the one that refreshes now and then; without one there is none.
-        options: of the correction.
-    """
-    ways = WAYS if refresh is not None else ("step", "backward")
-    ours = [Entrant(f"C-{family}{WAYS[way][0]}", model, optimizer, WAYS[way][1] | (options or {}), way) for way in ways]
-    names = tuple(entrant.name for entrant in ours)
-    comparisons = [Comparison(names[:2], family, target)]
-    comparisons += [Comparison(names[:1], baseline, most, "memory") for baseline, most in (memory or {}).items()]
-    comparisons += [Comparison(names[2:], family, refresh)] if refresh is not None else []
-    period = 1 if refresh is None else PERIOD
-    return Match(name, task, (Entrant(family, model, optimizer), *ours), tuple(comparisons), period=period)
+def _perceptron(name: str, batch: int, inputs: int, hidden: tuple[int, ...], eager: float, graph: float) -> Case:
+    task = Task(f"MLP {inputs}-{len(hidden)}×{hidden[0]}-10, batch {batch}", (batch, inputs))
+    return Case(name, task, partial(mlp, inputs, hidden, 10), "SGD", "sgd", eager, graph)

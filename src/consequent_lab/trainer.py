@@ -57,13 +57,8 @@ def train(
 ) -> None:
     """Trains the run, or what is left of it; a finished one is left alone.
 
-    Args:
-        config: what is asked for; the folder must be empty or a run with the same config.
-        folder: where the run lives.
-        device: where to train. A run that was killed goes on bit for bit on the CPU with as many threads as before.
-        data: the folder of the data sets.
-        watcher: is told how it gets on.
-        ranks: the ranks that train it together; each of them calls this, with a folder that is theirs.
+    The folder must be empty or a run with the same config. A run that was killed goes on bit for bit on the CPU with as
+    many threads as before. Of several ranks each calls this, with a folder that is theirs.
 
     Raises:
         ValueError: if the folder holds another run or a damaged file, or the config does not fit the data.

@@ -185,12 +185,9 @@ def change_bar(ratio: float | None) -> Text:
 
 
 def sparkline(values: Sequence[float], log: bool, width: int = CURVE_WIDTH) -> str:
-    """Returns a curve as blocks of eight heights.
+    """Returns a curve of finite values as blocks of eight heights, of logarithms if asked and all are positive.
 
-    Args:
-        values: finite ones.
-        log: heights are of logarithms, where all values are positive.
-        width: blocks at most; of more values, evenly spread ones are taken, the last one among them.
+    Of more values than there is room for, evenly spread ones are taken, the last one among them.
 
     >>> sparkline([1, 10, 100, 1000], log=True), sparkline([0.5, 0.5], log=False)
     ('▁▃▆█', '▁▁')

@@ -54,14 +54,7 @@ class Entrant:
 
 
 class TrainingStep:
-    """A step of an entrant on a task, to be called again and again.
-
-    Args:
-        task: what is learnt.
-        entrant: what learns.
-        device: "cpu" or "cuda".
-        graph: replay the step as a CUDA graph.
-    """
+    """A step of an entrant on a task, to be called again and again, if asked as a CUDA graph that is replayed."""
 
     def __init__(self, task: Task, entrant: Entrant, device: str, *, graph: bool = False) -> None:
         self._task = task

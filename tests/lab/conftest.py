@@ -1,12 +1,13 @@
 """Small data sets in place of the official ones, on disk and on a web server."""
 
+from dataclasses import replace
+
 import pytest
 from download_server import Server, archive_of
 from small_datasets import SMALL, SMALL_CIFAR10, SMALL_CIFAR100, SMALL_FASHION, write_cifar, write_fashion
 
 from consequent_lab import downloads
 from consequent_lab.datasets import LAYOUTS
-from consequent_lab.downloads import SOURCES
 
 
 @pytest.fixture
@@ -33,11 +34,10 @@ def published(server, small, tmp_path, monkeypatch):
     truth = {}
     for layout in (SMALL_CIFAR10, SMALL_CIFAR100):
         truth[layout.name] = write_cifar(layout, origin / layout.name)
-        official = SOURCES[layout.name]
-        (name,) = official.digests
-        packed = {name: archive_of(origin / layout.name, official.archive_folder)}
-        monkeypatch.setitem(SOURCES, layout.name, server.publish(packed, official.archive_folder))
+        (name,) = layout.digests
+        digests = server.publish({name: archive_of(origin / layout.name, layout.places[0])})
+        monkeypatch.setitem(LAYOUTS, layout.name, replace(layout, address=server.address, digests=digests))
     truth["fashion-mnist"] = write_fashion(SMALL_FASHION, origin / "fashion", packed=True)
-    files = {name: (origin / "fashion" / name).read_bytes() for name in SOURCES["fashion-mnist"].digests}
-    monkeypatch.setitem(SOURCES, "fashion-mnist", server.publish(files))
+    digests = server.publish({name: (origin / "fashion" / name).read_bytes() for name in SMALL_FASHION.digests})
+    monkeypatch.setitem(LAYOUTS, "fashion-mnist", replace(SMALL_FASHION, address=server.address, digests=digests))
     return truth

@@ -9,8 +9,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from rich.console import Console
 from rich.progress import Progress
 
-from consequent_lab.downloads import Source
-
 
 class Server:
     """A web server on this machine that serves `files`, and cuts its answers if told.
@@ -48,11 +46,19 @@ class Server:
         handler.end_headers()
         handler.wfile.write(content[: self.cuts.pop(0) if self.cuts else None])
 
-    def publish(self, files, archive_folder=None):
-        """Serves the contents; returns them as a source with their true digests."""
+    @property
+    def address(self):
+        return f"http://127.0.0.1:{self.http.server_port}"
+
+    def publish(self, files):
+        """Serves the contents; returns their true digests."""
         self.files |= files
-        digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-        return Source(f"http://127.0.0.1:{self.http.server_port}", digests, archive_folder)
+        return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+    def publish_file(self, content):
+        """Serves one file; returns its address and digest."""
+        (digest,) = self.publish({"file.bin": content}).values()
+        return f"{self.address}/file.bin", digest
 
     def close(self):
         self.http.shutdown()

@@ -113,7 +113,7 @@ def test_only_eager_matches_refresh_now_and_then_and_sample_whole_periods():
         assert not (match.graph and refreshes), "CUDA graphs refuse it"
 
 
-@pytest.mark.parametrize("match", targets.matches("cuda", targets.QUICK), ids=lambda match: match.name)
+@pytest.mark.parametrize("match", targets.matches("cuda", quick=True), ids=lambda match: match.name)
 def test_every_entrant_of_the_gpu_table_trains(match):
     task = replace(match.task, autocast=False)  # bfloat16 is slow, and on some processors unknown
     for entrant in match.entrants:
@@ -138,7 +138,7 @@ def test_an_entrant_that_fails_is_reported_and_the_rest_goes_on(tmp_path, monkey
         targets.Match("graph", task, entrants[:2], comparisons[:1], graph=True),
         targets.Match("eager", task, entrants, comparisons),
     )
-    monkeypatch.setattr(targets, "matches", lambda device, sizes: table)
+    monkeypatch.setattr(targets, "matches", lambda device, quick: table)
     path = tmp_path / "bench.json"
     assert cli.main(["bench", "--device", "cpu", "--repeats", "5", "--output", str(path)]) == 0
     graph, good, bad = json.loads(path.read_text())["rows"]

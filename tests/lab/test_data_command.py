@@ -11,39 +11,36 @@ from small_datasets import SMALL, SMALL_CIFAR10, SMALL_CIFAR100, SMALL_FASHION, 
 
 from consequent_lab import cli
 from consequent_lab.datasets import LAYOUTS, load
-from consequent_lab.downloads import SOURCES, DownloadError, obtain
+from consequent_lab.downloads import DownloadError, obtain
 
 # ---- whole data sets ---------------------------------------------------------------------------------------------
 
 
 def test_the_official_sources_fit_the_layouts():
     for layout in LAYOUTS.values():
-        source = SOURCES[layout.name]
-        assert all(len(bytes.fromhex(digest)) == 32 for digest in source.digests.values())
-        if source.archive_folder is None:
-            assert set(source.digests) == {f"{file}.gz" for file in layout.files}
-        else:
-            assert source.archive_folder == layout.places[0]
+        assert all(len(bytes.fromhex(digest)) == 32 for digest in layout.digests.values())
+        if not any(name.endswith(".tar.gz") for name in layout.digests):
+            assert set(layout.digests) == {f"{file}.gz" for file in layout.files}
 
 
 @pytest.mark.parametrize("name", list(SMALL))
 def test_obtained_data_sets_are_read(name, published, server, tmp_path):
     folder = tmp_path / "data"
-    obtain(SMALL[name], SOURCES[name], folder, silent())
+    obtain(LAYOUTS[name], folder, silent())
     assert_same(load(name, folder), published[name])
     left = {path.relative_to(folder).parts[0] for path in folder.rglob("*") if path.is_file()}
     assert left == {Path(SMALL[name].places[0]).parts[0]}, "neither archive nor scratch stays"
     asked = len(server.requests)
-    obtain(SMALL[name], SOURCES[name], folder, silent())
+    obtain(LAYOUTS[name], folder, silent())
     assert len(server.requests) == asked, "nothing is missing any more"
 
 
 def test_an_archive_put_there_by_hand_needs_no_network(published, server, tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
-    (name,) = SOURCES["cifar10"].digests
+    (name,) = LAYOUTS["cifar10"].digests
     (folder / name).write_bytes(server.files[name])
-    obtain(SMALL_CIFAR10, SOURCES["cifar10"], folder, silent())
+    obtain(LAYOUTS["cifar10"], folder, silent())
     assert_same(load("cifar10", folder), published["cifar10"])
     assert (folder / name).exists(), "it is the user's"
     assert server.requests == []
@@ -56,14 +53,14 @@ def test_an_archive_with_another_digest_is_not_unpacked(published, tmp_path):
     folder.mkdir()
     (folder / "cifar-10-binary.tar.gz").write_bytes(archive_of(tmp_path / "other", "cifar-10-batches-bin"))
     with pytest.raises(DownloadError, match="not the file published"):
-        obtain(SMALL_CIFAR10, SOURCES["cifar10"], folder, silent())
+        obtain(LAYOUTS["cifar10"], folder, silent())
     assert [path.name for path in folder.iterdir()] == ["cifar-10-binary.tar.gz"]
 
 
 def test_only_missing_files_are_brought(published, server, tmp_path):
     write_fashion(SMALL_FASHION, tmp_path / "data")
     (tmp_path / "data" / "t10k-labels-idx1-ubyte").unlink()
-    obtain(SMALL_FASHION, SOURCES["fashion-mnist"], tmp_path / "data", silent())
+    obtain(LAYOUTS["fashion-mnist"], tmp_path / "data", silent())
     assert server.requests == ["t10k-labels-idx1-ubyte.gz"]
     assert_same(load("fashion-mnist", tmp_path / "data"), published["fashion-mnist"])
 

@@ -83,7 +83,7 @@ def test_data_in_the_page_are_the_data_given(read):
                 assert len(runs) == len(panel.series)
                 for series in panel.series:
                     curve = runs[series.label]
-                    assert legend[curve["group"]] == (series.group or series.label)
+                    assert legend[curve["group"]] == series.group
                     for axis in (*panel.x, *panel.y):
                         given = [None if v is None or not math.isfinite(v) else v for v in series.columns[axis.column]]
                         assert [v is None for v in curve["columns"][axis.column]] == [v is None for v in given]

@@ -27,9 +27,8 @@ LEFT_OUT = {"lr", "running_loss", "running_accuracy"}
 class Archive:
     """Runs under some folders; of a run that is finished in several, the first one counts. A run is read once.
 
-    Args:
-        roots: folders of run folders, of compact files, or of both; one that is not there is empty.
-        unfinished: count runs that are not finished as well, as far as they got.
+    Folders are of run folders, of compact files, or of both; one that is not there is empty. Unfinished runs, as far as
+    they got, count if asked for.
     """
 
     def __init__(self, *roots: Path, unfinished: bool = False) -> None:

@@ -1,6 +1,7 @@
 """Statements that the paper's larger experiments leave open, looked at on the digits: RMSprop, momentum, ridge."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -52,15 +53,27 @@ def with_momentum(label: str, momentum: float) -> str:
 
 def race(quick: bool = False) -> Race:
     """Returns the experiment; the small one has a smaller network and fewer rates."""
+    plain = TrainConfig(
+        dataset="digits",
+        model="mlp",
+        hidden=(16,) * 2 if quick else (64,) * 8,
+        consequentialist=False,
+        momentum=BEST_MOMENTUM,
+        damping=DAMPING,
+        epochs=2 if quick else 20,
+        log_every=15,
+        gradient_norms="none",
+        checkpoint_every=10_000,
+    )
     configs: dict[str, TrainConfig] = {}
     for name, optimiser in OPTIMISERS.items():
         for label in (name, f"C-{name}"):
-            configs[label] = _config(optimiser, quick, consequentialist=label.startswith("C-"))
+            configs[label] = replace(plain, optimiser=optimiser, consequentialist=label.startswith("C-"))
     for name, optimiser in WITH_MOMENTUM.items():
         for momentum in MOMENTA:
-            configs[with_momentum(name, momentum)] = _config(optimiser, quick, momentum=momentum)
+            configs[with_momentum(name, momentum)] = replace(plain, optimiser=optimiser, momentum=momentum)
     for damping in DAMPINGS:
-        configs[damped(damping)] = _config("sgd", quick, consequentialist=True, damping=damping)
+        configs[damped(damping)] = replace(plain, optimiser="sgd", consequentialist=True, damping=damping)
     contestants = tuple(
         Contestant(variant_of(label), label, config, SEEDS[:1] if quick else SEEDS, timed_with="sgd")
         for label, config in configs.items()
@@ -78,31 +91,6 @@ def variant_of(label: str) -> str:
     ('sgd-momentum-0.9', 'c-sgd-damping-1e-07')
     """
     return label.lower().replace("λ =", "damping").replace(",", "").replace(" ", "-")
-
-
-def _config(
-    optimiser: Optimiser,
-    quick: bool,
-    *,
-    consequentialist: bool = False,
-    momentum: float = BEST_MOMENTUM,
-    damping: float = DAMPING,
-) -> TrainConfig:
-    return TrainConfig(
-        dataset="digits",
-        model="mlp",
-        hidden=(16,) * 2 if quick else (64,) * 8,
-        optimiser=optimiser,
-        consequentialist=consequentialist,
-        momentum=momentum,
-        damping=damping,
-        normalisation="unit",
-        batch_size=32,
-        epochs=2 if quick else 20,
-        log_every=15,
-        gradient_norms="none",
-        checkpoint_every=10_000,
-    )
 
 
 # ---- what comes out ----------------------------------------------------------------------------------------------

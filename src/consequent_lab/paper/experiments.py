@@ -1,7 +1,7 @@
 """The paper's experiments by name: what each runs, and how it becomes a finding."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from consequent_lab.paper import digits, filters, inside, learning_rates, loss_surface, mlp, output_paths, resnet20
@@ -24,25 +24,15 @@ def experiments() -> dict[str, Experiment]:
         output_paths.NAME: Experiment(output_paths.finding),
         mlp.NAME: Experiment(mlp.finding, lambda quick: [mlp.race(quick)]),
         "resnet20": Experiment(resnet20.finding, lambda quick: [resnet20.race(quick)]),
-        learning_rates.NAME: Experiment(learning_rates.finding, _learning_rates),
+        learning_rates.NAME: Experiment(learning_rates.finding, learning_rates.recipes),
         inside.NAME: Experiment(inside.finding),
         digits.NAME: Experiment(digits.finding, lambda quick: [digits.race(quick)]),
         filters.NAME: Experiment(filters.finding),
     }
 
 
-def _learning_rates(quick: bool) -> list[Recipe]:
-    searched = replace(learning_rates.resnet20_race(quick), steps=("search",))
-    return [learning_rates.sweep(quick), searched]
-
-
 def find(names: Sequence[str], *runs: Path) -> list[Finding]:
-    """Returns the findings of some experiments.
-
-    Args:
-        names: of the experiments.
-        runs: folders of runs, as folders or compact; of a run that is in several, the first one counts.
-    """
+    """Returns the findings of some experiments from folders of runs; of a run that is in several, the first counts."""
     known = experiments()
     unknown = [name for name in names if name not in known]
     if unknown:

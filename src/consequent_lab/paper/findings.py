@@ -5,7 +5,7 @@ What cannot be shown is refused by name when it is made; numbers that are not fi
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,6 +40,7 @@ class Series:
             raise ValueError(f"columns of series {self.label!r} differ in length: {lengths}")
         finite = {name: [_finite(value) for value in column] for name, column in self.columns.items()}
         object.__setattr__(self, "columns", finite)
+        object.__setattr__(self, "group", self.group or self.label)
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,16 @@ class Statement:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict on all parts."""
-        return verdict_on(self.parts)
+        """The verdict on all parts; a statement of which a part was not measured holds in part at most.
+
+        >>> [Statement("", "toy", "", "", parts).verdict for parts in ((True, True), (True, False), (False, None), ())]
+        ['holds', 'holds in part', 'does not hold', 'not measured']
+        """
+        if all(part is None for part in self.parts):
+            return "not measured"
+        if not any(self.parts):
+            return "does not hold"
+        return "holds" if all(self.parts) else "holds in part"
 
     @property
     def share(self) -> str:
@@ -132,25 +141,6 @@ class Statement:
         '1 of 3'
         """
         return f"{self.parts.count(True)} of {len(self.parts)}" if self.verdict == "holds in part" else ""
-
-
-def verdict_on(parts: Iterable[bool | None]) -> Verdict:
-    """Returns the verdict on a statement with several parts; None is a part that was not measured.
-
-    A statement of which a part was not measured holds in part at most.
-
-    >>> verdict_on([True, True]), verdict_on([True, False]), verdict_on([False])
-    ('holds', 'holds in part', 'does not hold')
-    >>> verdict_on([True, None]), verdict_on([None]), verdict_on([])
-    ('holds in part', 'not measured', 'not measured')
-    """
-    every = list(parts)
-    measured = [part for part in every if part is not None]
-    if not measured:
-        return "not measured"
-    if not any(measured):
-        return "does not hold"
-    return "holds" if all(measured) and len(measured) == len(every) else "holds in part"
 
 
 @dataclass(frozen=True)

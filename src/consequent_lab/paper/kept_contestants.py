@@ -6,15 +6,18 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean
+from typing import TypeVar
 
 import numpy as np
 
 from consequent_lab.kept_runs import KeptRun, TrainedRun
 from consequent_lab.paper.archive import Archive
 from consequent_lab.paper.findings import Number, Series
-from consequent_lab.paper.measures import Curve, advantage
+from consequent_lab.paper.measures import Curve, advantage, first_above, roughness
 from consequent_lab.paper.rates import Chosen, Searched, variant_at
-from consequent_lab.paper.recipes import Contestant, Race
+from consequent_lab.paper.recipes import Contestant, Race, Recipe
+
+Kept = TypeVar("Kept", bound=Recipe)
 
 WARM_UP = 0.25  # of the timed iterations
 
@@ -54,6 +57,14 @@ class KeptContestant:
         curves = [[(unit * iteration, value) for iteration, value in run.curve(quantity)] for run in self.runs]
         return [curve for curve in curves if len(curve) > 1]
 
+    def unsteadiness(self, quantity: str) -> list[float]:
+        """Returns the mean rise of a loss from one epoch to the next, in decades, for every run; falls count as 0."""
+        return [roughness([loss for _, loss in curve]) for curve in self.curves(quantity)]
+
+    def first_at(self, accuracy: float, by: str = "iteration") -> list[float | None]:
+        """Returns where the accuracy over an epoch is first at a level, for every run; None: it never is."""
+        return [first_above(curve, accuracy) for curve in self.curves("epoch_accuracy", by)]
+
     def seconds(self, line: dict[str, float]) -> float:
         """Returns the seconds of training up to a line of metrics."""
         if self.seconds_per_iteration is None:
@@ -61,12 +72,9 @@ class KeptContestant:
         return line["iteration"] * self.seconds_per_iteration
 
     def series(self, columns: Sequence[str], until: float = math.inf, *, logged: bool = False) -> list[Series]:
-        """Returns a curve for every run, of the lines that have all of these columns, by iterations and by seconds.
+        """Returns a curve for every run, of the lines that have all of these metrics, by iterations and by seconds.
 
-        Args:
-            columns: metrics.
-            until: the last iteration.
-            logged: leave out lines that are there for the end of an epoch alone.
+        Up to an iteration and, if `logged`, without lines that are there for the end of an epoch alone.
         """
         found = []
         for run in self.runs:
@@ -84,8 +92,8 @@ class KeptContestant:
         return found
 
 
-def race_kept(make: Callable[[bool], Race], archive: Archive) -> Race:
-    """Returns the race of which something is kept: the full one, else the small one, else the full one, empty."""
+def recipe_kept(make: Callable[[bool], Kept], archive: Archive) -> Kept:
+    """Returns the recipe of which something is kept: the full one, else the small one, else the full one, empty."""
     full, small = make(False), make(True)
     kept = set(archive.recipes())
     small_alone = {small.name, f"{small.name}-search"} & kept and not {full.name, f"{full.name}-search"} & kept
@@ -95,7 +103,7 @@ def race_kept(make: Callable[[bool], Race], archive: Archive) -> Race:
 def kept_race(make: Callable[[bool], Race], runs: Sequence[Path]) -> tuple[Race, list[KeptContestant]]:
     """Returns a race and its contestants, from folders of runs; the small one if nothing is kept of the full one."""
     archive = Archive(*runs, unfinished=True)
-    race = race_kept(make, archive)
+    race = recipe_kept(make, archive)
     return race, [_kept(race, contestant, archive) for contestant in race.contestants]
 
 
@@ -127,14 +135,9 @@ def lowered(
     quantity: str = "epoch_loss",
     measure: Callable[[Curve, Curve], float | None] = advantage,
 ) -> list[float]:
-    """Returns by how many decades a loss is lower on average, for every pair of runs.
+    """Returns by how many decades one's loss is lower than the other's, on average, for every pair of runs.
 
-    Args:
-        one: whose loss should be lower.
-        other: than whose.
-        by: compares at equal iterations, or seconds.
-        quantity: which loss.
-        measure: another measure of two curves.
+    Compared at equal iterations, or seconds; or another measure of two curves.
     """
     pairs = product(one.curves(quantity, by), other.curves(quantity, by))
     return [value for mine, yours in pairs if (value := measure(mine, yours)) is not None]
@@ -179,14 +182,9 @@ def spread(
     *,
     counted: bool = True,
 ) -> str:
-    """Returns mean and range as in a sentence.
+    """Returns mean and range of what seeds, or pairs of them, have, as in a sentence; None is one that has none.
 
-    Args:
-        values: one for each seed, or pair of seeds; None is one that has none.
-        form: how a number is written.
-        of: what the values are of.
-        within: how far was looked for one.
-        counted: say how many there are.
+    `within` is how far was looked for one; if `counted`, it says how many there are.
 
     >>> spread([1000, 3000]), spread([1000, 3000], counted=False), spread([5.0]), spread([])
     ('2,000 (1,000–3,000; 2 seeds)', '2,000 (1,000–3,000)', '5', 'not measured')

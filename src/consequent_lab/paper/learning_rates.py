@@ -5,6 +5,7 @@ anyway: the same rates, one seed.
 """
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -12,9 +13,10 @@ from typing import Literal
 from consequent_lab.paper import resnet20
 from consequent_lab.paper.archive import Archive
 from consequent_lab.paper.findings import Figure, Finding, Number, Statement, Table
+from consequent_lab.paper.kept_contestants import recipe_kept
 from consequent_lab.paper.race_finding import DRAWN_UP_TO, rate_panels
 from consequent_lab.paper.rates import rate_at, score, variant_at
-from consequent_lab.paper.recipes import Contestant, Race, Sweep
+from consequent_lab.paper.recipes import Contestant, Race, Recipe, Sweep
 from consequent_lab.paper.statements import Outcome, judged
 from consequent_lab.train_config import TrainConfig
 
@@ -44,6 +46,11 @@ def resnet20_race(quick: bool = False) -> Race:
     return resnet20.race(quick).select(tuple(label.lower() for label in RESNET20_LABELS), ())
 
 
+def recipes(quick: bool = False) -> list[Recipe]:
+    """Returns all that is run: the sweep, and of ResNet-20 the search alone."""
+    return [sweep(quick), replace(resnet20_race(quick), steps=("search",))]
+
+
 def _config(label: str, quick: bool) -> TrainConfig:
     return TrainConfig(
         dataset="digits" if quick else "fashion-mnist",
@@ -66,10 +73,9 @@ def _config(label: str, quick: bool) -> TrainConfig:
 def finding(*runs: Path) -> Finding:
     """Returns the finding from what is kept."""
     archive = Archive(*runs)
-    quick = sweep(True).name in archive.recipes() and sweep(False).name not in archive.recipes()
-    perceptron = sweep_losses(sweep(quick), archive)
-    resnet = search_losses(quick, archive)
-    parts = {"a small perceptron": perceptron, "ResNet-20": resnet}
+    kept = recipe_kept(sweep, archive)
+    quick = kept.name != NAME
+    parts = {"a small perceptron": sweep_losses(kept, archive), "ResNet-20": search_losses(quick, archive)}
     summary = (
         "Short runs at learning rates over four decades: a perceptron with four hidden layers of 128 on "
         "Fashion-MNIST (one epoch, three seeds), and ResNet-20 on CIFAR-10 without BatchNorm (three epochs, one seed: "
@@ -77,7 +83,7 @@ def finding(*runs: Path) -> Finding:
     )
     small = (
         "This shows the machinery on the digits and says nothing about the paper: a perceptron with two hidden layers "
-        f"of 32 for one epoch at {len(sweep(True).rungs)} learning rates, one seed, and the search of a small residual "
+        f"of 32 for one epoch at {len(kept.rungs)} learning rates, one seed, and the search of a small residual "
         "network. No verdicts are given."
     )
     return Finding(
@@ -118,10 +124,6 @@ def good_decades(losses: dict[int, float], best: float) -> float | None:
     """Returns over how many decades of learning rates the loss is at most a quarter above the best one.
 
     A grid of two rates to a decade: every good rate stands for half a decade. None if nothing was learnt at any rate.
-
-    Args:
-        losses: by rung.
-        best: the loss to compare with.
     """
     finite = [loss for loss in losses.values() if math.isfinite(loss)]
     return 0.5 * sum(loss <= GOOD * best for loss in finite) if finite else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Optimizer
 
 from consequent import CSGD
@@ -30,22 +30,6 @@ STEPS = 200
 STRAIGHT = 1e-6  # a detour that is rounding, or what is left of the tiny damping
 BENT = 0.01  # a detour that is none of these
 LABELS = ("C-SGD", "SGD", "SGD with momentum")
-
-
-class TwoWeights(nn.Module):
-    """Two layers of one weight each, side by side; nothing is shared."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(1, 1, bias=False, dtype=torch.float64)
-        self.second = nn.Linear(1, 1, bias=False, dtype=torch.float64)
-        with torch.no_grad():
-            self.first.weight.fill_(START[0])
-            self.second.weight.fill_(START[1])
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Returns both outputs."""
-        return torch.cat([self.first(inputs[:, :1]), self.second(inputs[:, 1:])], dim=1)
 
 
 @dataclass(frozen=True)
@@ -81,7 +65,10 @@ class Path2D:
 
 def walk(label: str, rate: float, momentum: float = MOMENTUM) -> Path2D:
     """Returns the way from the start with an optimiser; the momentum is that of SGD with momentum."""
-    model = TwoWeights()
+    layers = [nn.Linear(1, 1, bias=False, dtype=torch.float64) for _ in START]  # side by side; nothing is shared
+    for layer, weight in zip(layers, START, strict=True):
+        nn.init.constant_(layer.weight, weight)
+    model = nn.ModuleList(layers)
     optimizer: Optimizer
     if label == "C-SGD":
         optimizer = CSGD(model, lr=rate, damping=1e-12, bound=None, loss_reduction="sum")
@@ -89,13 +76,16 @@ def walk(label: str, rate: float, momentum: float = MOMENTUM) -> Path2D:
         optimizer = SGD(model.parameters(), lr=rate, momentum=momentum if label == "SGD with momentum" else 0.0)
     inputs = torch.tensor([INPUTS], dtype=torch.float64)
     targets = inputs * torch.tensor([OPTIMUM], dtype=torch.float64)
-    first, second = [START[0]], [START[1]]
+    points = [START]
     for _ in range(STEPS):
         optimizer.zero_grad()
-        (0.5 * (model(inputs) - targets).square().sum()).backward()
+        outputs = torch.cat(
+            [layer(column) for layer, column in zip(layers, inputs.split(1, dim=1), strict=True)], dim=1
+        )
+        (0.5 * (outputs - targets).square().sum()).backward()
         optimizer.step()
-        first.append(model.first.weight.item())
-        second.append(model.second.weight.item())
+        points.append((layers[0].weight.item(), layers[1].weight.item()))
+    first, second = (list(values) for values in zip(*points, strict=True))
     return Path2D(label, rate, first, second)
 
 

@@ -3,9 +3,11 @@
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
+Place = TypeVar("Place", int, float)
 Curve = Sequence[tuple[float, float]]  # where (iterations, seconds) and the value there
 
 SHARP_DROP, EPOCHS_OF_A_DROP = 0.1, 5  # to such a part of the loss so many epochs before
@@ -53,10 +55,7 @@ def steps_until(distances: Sequence[float], tolerance: float = 0.01) -> int | No
     >>> steps_until([1.0, 0.005, 0.2, 0.003]), steps_until([1.0, 0.5])
     (3, None)
     """
-    limit = tolerance * distances[0]
-    outside = [step for step, distance in enumerate(distances) if not distance <= limit]
-    last = outside[-1] if outside else -1
-    return last + 1 if last + 1 < len(distances) else None
+    return _for_good(enumerate(distance <= tolerance * distances[0] for distance in distances))
 
 
 def roughness(losses: Sequence[float]) -> float:
@@ -100,7 +99,7 @@ def stays_above(curve: Curve, level: float) -> float | None:
     return _for_good((place, value >= level) for place, value in curve)
 
 
-def _for_good(states: Iterable[tuple[float, bool]]) -> float | None:
+def _for_good(states: Iterable[tuple[Place, bool]]) -> Place | None:
     """Returns where the last stretch begins in which something is so; None if it is not so at the end."""
     found = None
     for place, is_so in reversed(list(states)):

@@ -18,7 +18,7 @@ from consequent_lab.paper.kept_contestants import (
     lowered,
     spread,
 )
-from consequent_lab.paper.measures import EPOCHS_OF_A_DROP, apart, crossing, roughness, sharp_drop
+from consequent_lab.paper.measures import EPOCHS_OF_A_DROP, apart, crossing, sharp_drop
 from consequent_lab.paper.race_finding import circumstances, curve_panels, race_finding, search_figure, seconds_note
 from consequent_lab.paper.rates import Search
 from consequent_lab.paper.recipes import Contestant, Race
@@ -151,11 +151,6 @@ def ahead_at_first(one: KeptContestant, other: KeptContestant) -> bool | None:
     return all(wins) if wins else None
 
 
-def unsteadiness(one: KeptContestant) -> list[float]:
-    """Returns the mean rise of the loss from one epoch to the next, in decades, for every run; falls count as 0."""
-    return [roughness([loss for _, loss in curve]) for curve in one.curves("train_loss")]
-
-
 def drops(one: KeptContestant) -> Places:
     """Returns the iteration of the sharp drop of every run; nothing if one is too short to have one."""
     curves = one.curves("train_loss")
@@ -203,7 +198,7 @@ def _from_the_beginning(cells: Cells) -> Found:
 
 
 def _steadier(cells: Cells) -> Found:
-    pairs = _pairs(cells, unsteadiness)
+    pairs = _pairs(cells, lambda one: one.unsteadiness("train_loss"))
     return _by_cell(pairs, _both(partial(spread, form=".4f")), "C-SGD and SGD: "), [
         all_below(*pair) if pair else None for pair in pairs.values()
     ]
@@ -216,9 +211,11 @@ def _less_dependent(cells: Cells) -> Found:
         for dataset in dict.fromkeys(dataset for dataset, _ in cells):
             some, normalised = cells[dataset, "unit"], cells[dataset, "features"]
             mine, yours = (measure(some[label], normalised[label]) for label in ("C-SGD", "SGD"))
-            parts.append(_less(mine, yours))
-            if mine is not None and yours is not None:
-                shown.append(f"{title_of(dataset, 'unit')} {mine:.{digits}f} and {yours:.{digits}f} {unit}")
+            if mine is None or yours is None:
+                parts.append(None)
+                continue
+            parts.append(mine < yours)
+            shown.append(f"{title_of(dataset, 'unit')} {mine:.{digits}f} and {yours:.{digits}f} {unit}")
     return f"C-SGD and SGD: {'; '.join(shown)}.", parts
 
 
@@ -290,10 +287,6 @@ def _pairs(cells: Cells, measure: Callable[[KeptContestant], Sequence[T]]) -> di
 
 def _mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
-
-
-def _less(mine: float | None, yours: float | None) -> bool | None:
-    return None if mine is None or yours is None else mine < yours
 
 
 def _places(places: Places, of: str = "seeds") -> str:

@@ -5,7 +5,6 @@ float64, a moment's work on any machine.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -69,49 +68,32 @@ class Walk:
 
 
 def walk(label: str, rate: float, seed: int = SEED, steps: int = STEPS) -> Walk:
-    """Returns what an optimiser does with the outputs of the layer.
-
-    Args:
-        label: C-SGD, SGD or First extension.
-        rate: its learning rate.
-        seed: of inputs, targets and first weights.
-        steps: how many it makes.
-    """
+    """Returns what C-SGD, SGD or the First extension does with the outputs; the seed is of all numbers at first."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inputs = torch.randn(SAMPLES, FEATURES, dtype=torch.float64)
         targets = torch.randn(SAMPLES, OUTPUTS, dtype=torch.float64)
         layer = nn.Linear(FEATURES, OUTPUTS, bias=False, dtype=torch.float64)
         nn.init.xavier_uniform_(layer.weight)
-    step = _step_of(label, layer, inputs, targets, rate)
-    outputs = [layer(inputs).detach()]
-    first = (outputs[0] - targets).norm()
-    for _ in range(steps):
-        step()
-        outputs.append(layer(inputs).detach())
-        if not (outputs[-1] - targets).norm() < DIVERGED * first:
-            break
-    return Walk(label, rate, torch.stack(outputs), targets)
-
-
-def _step_of(label: str, layer: nn.Linear, inputs: Tensor, targets: Tensor, rate: float) -> Callable[[], None]:
-    """Returns what changes the layer's weights once."""
     optimizer = (
         CSGD(layer, lr=rate, damping=1e-12, bound=None, loss_reduction="sum")
         if label == "C-SGD"
         else SGD(layer.parameters(), lr=rate)
     )
-
-    def step() -> None:
-        optimizer.zero_grad()
-        (0.5 * (layer(inputs) - targets).square().sum()).backward()
-        optimizer.step()
-
-    @torch.no_grad()
-    def extended_step() -> None:
-        layer.weight += first_extension(inputs.T, (layer(inputs) - targets).T, step_size=rate)
-
-    return extended_step if label == "First extension" else step
+    outputs = [layer(inputs).detach()]
+    first = (outputs[0] - targets).norm()
+    for _ in range(steps):
+        if label == "First extension":
+            with torch.no_grad():
+                layer.weight += first_extension(inputs.T, (outputs[-1] - targets).T, step_size=rate)
+        else:
+            optimizer.zero_grad()
+            (0.5 * (layer(inputs) - targets).square().sum()).backward()
+            optimizer.step()
+        outputs.append(layer(inputs).detach())
+        if not (outputs[-1] - targets).norm() < DIVERGED * first:
+            break
+    return Walk(label, rate, torch.stack(outputs), targets)
 
 
 def finding(*runs: Path) -> Finding:

@@ -15,10 +15,7 @@ ITERATIONS_OR_SECONDS = [Axis("iteration", "iterations"), Axis("seconds", "secon
 def circumstances(race: Race, contestants: Iterable[KeptContestant], at: float | None = None) -> str:
     """Returns what belongs beside every verdict on trained networks: test accuracy, seeds, the size of the search.
 
-    Args:
-        race: whose rules the search followed.
-        contestants: whom the verdict is on.
-        at: the iteration whose test accuracy counts; by default the last.
+    Of the contestants that the verdict is on, at an iteration, by default the last.
     """
     shown: dict[str, list[str]] = {}
     rates, seeds = set(), set()
@@ -56,12 +53,7 @@ def seconds_note(contestants: Iterable[KeptContestant]) -> str:
 
 
 def rate_panels(panels: dict[str, dict[str, dict[int, float]]], axis: str) -> list[Panel]:
-    """Returns losses against the learning rate.
-
-    Args:
-        panels: losses by rung, of every label, by title.
-        axis: what the loss is.
-    """
+    """Returns losses against the learning rate, given by rung, of every label, by title."""
     return [
         Panel(
             title,
@@ -89,17 +81,11 @@ def curve_panels(
 
 
 def search_figure(name: str, race: Race, panels: dict[str, list[KeptContestant]]) -> Figure:
-    """Returns the loss of every rate that was tried.
-
-    Args:
-        name: of the figure.
-        race: whose search it was.
-        panels: the contestants of each panel, by title.
-    """
+    """Returns the loss of every rate that was tried, for the contestants of each panel, given by its title."""
     every = [one for some in panels.values() for one in some]
     extended = [one.contestant.variant for one in every if one.search.extended]
     abandoned = [
-        f"{one.contestant.variant} at {', '.join(f'{rate_at(rung):g}' for rung in one.choice.abandoned)}"
+        f"{one.contestant.variant} at {one.choice.abandoned_rates}"
         for one in every
         if one.choice is not None and one.choice.abandoned
     ]
@@ -120,7 +106,7 @@ def rates_table(contestants: Iterable[KeptContestant]) -> Table:
     for one in contestants:
         best, choice = one.search.best, one.choice
         if best is not None:
-            abandoned = ", ".join(f"{rate_at(rung):g}" for rung in choice.abandoned) if choice else ""
+            abandoned = choice.abandoned_rates if choice else ""
             tried = f"{len(one.search.losses)}{', grid extended' if one.search.extended else ''}"
             chosen = None if choice is None else choice.rate
             rows.append([one.full_label, tried, rate_at(best), one.search.losses[best], chosen, abandoned])

@@ -31,6 +31,11 @@ def rate_at(rung: int) -> float:
     return float(f"{_RUNGS[place]}e{decade}")
 
 
+def hardly_measured(config: TrainConfig) -> TrainConfig:
+    """Returns the config of a run of which its mini-batches' loss and its time are all that counts."""
+    return replace(config, gradient_norms="none", evaluate_training=False, evaluate_every=NEVER, checkpoint_every=NEVER)
+
+
 @dataclass(frozen=True)
 class Search:
     """How a recipe searches."""
@@ -44,17 +49,8 @@ class Search:
 
     def config(self, config: TrainConfig, rung: int) -> TrainConfig:
         """Returns a search run's config; what the search does not need is not measured."""
-        return replace(
-            config,
-            lr=rate_at(rung),
-            seed=self.seed,
-            iterations=None,
-            epochs=self.epochs,
-            gradient_norms="none",
-            evaluate_training=False,
-            evaluate_every=NEVER,
-            checkpoint_every=NEVER,
-        )
+        config = replace(config, lr=rate_at(rung), seed=self.seed, iterations=None, epochs=self.epochs)
+        return hardly_measured(config)
 
     def describe(self) -> str:
         """Returns the rules in a sentence."""
@@ -140,6 +136,11 @@ class Chosen:
     def rate(self) -> float:
         """The learning rate."""
         return rate_at(self.rung)
+
+    @property
+    def abandoned_rates(self) -> str:
+        """The abandoned ones, as in a sentence."""
+        return ", ".join(f"{rate_at(rung):g}" for rung in self.abandoned)
 
 
 def chosen(search: Searched, recipe: str, variant: str, archive: Archive) -> Chosen | None:

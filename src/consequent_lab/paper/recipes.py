@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from consequent_lab.paper.archive import Archive
-from consequent_lab.paper.rates import NEVER, Chosen, Search, Searched, chosen, rate_at, searched, variant_at
+from consequent_lab.paper.rates import Chosen, Search, Searched, chosen, hardly_measured, rate_at, searched, variant_at
 from consequent_lab.runs import RunFolder
 from consequent_lab.train_config import TrainConfig
 
@@ -100,7 +100,9 @@ class Race(Recipe):
             rank = 0 if contestant.headline else 1
             search = self.searched(contestant, archive)
             if "search" in steps:
-                found += [self._search_job(contestant, rung, (rank, 0, 0, place)) for rung in search.missing]
+                for rung in search.missing:
+                    variant, config = variant_at(contestant.variant, rung), self.search.config(contestant.config, rung)
+                    found.append(Job(f"{self.name}-search", variant, config, (rank, 0, 0, place)))
             rate = chosen(search, self.name, contestant.variant, archive)
             if "train" in steps and rate is not None and not rate.all_failed:
                 variant = variant_at(contestant.variant, rate.rung)
@@ -111,10 +113,6 @@ class Race(Recipe):
                 found.append(self._timing_job(contestant, place))
         return [job for job in found if archive.run(job.recipe, job.variant, job.config.seed) is None]
 
-    def _search_job(self, contestant: Contestant, rung: int, urgency: tuple[int, ...]) -> Job:
-        config = self.search.config(contestant.config, rung)
-        return Job(f"{self.name}-search", variant_at(contestant.variant, rung), config, urgency)
-
     def _timing_job(self, contestant: Contestant, place: int) -> Job:
         """A short run with nothing beside it. Its rate is so low that it cannot diverge; that costs the same."""
         config = replace(
@@ -124,12 +122,9 @@ class Race(Recipe):
             epochs=None,
             iterations=self.timed_iterations,
             log_every=max(1, self.timed_iterations // 20),
-            gradient_norms="none",
-            evaluate_training=False,
-            evaluate_every=NEVER,
-            checkpoint_every=NEVER,
         )
-        return Job(f"{self.name}-timing", contestant.variant, config, (9, 0, 0, place), alone=True)
+        timed = hardly_measured(config)
+        return Job(f"{self.name}-timing", contestant.variant, timed, (9, 0, 0, place), alone=True)
 
 
 @dataclass(frozen=True)

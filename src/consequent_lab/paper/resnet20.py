@@ -226,18 +226,30 @@ def headlines_table(contestants: Iterable[KeptContestant]) -> Table:
 
 def _headline_figure(contestants: dict[str, KeptContestant]) -> Figure:
     shown = [contestants[label] for label in HEADLINES]
-    series = [series for one in shown for series in one.series(("epoch_loss", "test_accuracy"), SHORT)]
-    axes = {
-        "training loss": Axis("epoch_loss", "training loss over the epoch", log=True),
-        "test accuracy": TEST_ACCURACY,
-    }
     return Figure(
         name=f"{NAME}-headline",
         title="Learnt by heart, and what is left of it on the test set",
         caption="ResNet-20 on CIFAR-10 without BatchNorm (C-SGD, SGD) and with it (SGD-BN), three seeds each, the "
         f"first {SHORT:,} iterations. " + seconds_note(shown),
-        panels=[Panel(title, series, ITERATIONS_OR_SECONDS, [axis]) for title, axis in axes.items()],
+        panels=_short_panels(shown, ITERATIONS_OR_SECONDS),
     )
+
+
+def _controls_figure(contestants: dict[str, KeptContestant]) -> Figure:
+    return Figure(
+        name=f"{NAME}-controls",
+        title="Controls: plain SGD with the inputs and the last layer's rate of C-SGD",
+        caption="Inputs in [−½, ½] and the last layer's learning rate × 0.1, which the paper has for C- versions "
+        f"alone; three seeds each, the first {SHORT:,} iterations. The controls were not timed.",
+        panels=_short_panels([contestants[label] for label in WITH_CONTROLS], ITERATIONS_OR_SECONDS[:1]),
+    )
+
+
+def _short_panels(shown: list[KeptContestant], x: list[Axis]) -> list[Panel]:
+    """Returns training loss and test accuracy over the iterations that all have."""
+    series = [series for one in shown for series in one.series(("epoch_loss", "test_accuracy"), SHORT)]
+    loss = Axis("epoch_loss", "training loss over the epoch", log=True)
+    return [Panel("training loss", series, x, [loss]), Panel("test accuracy", series, x, [TEST_ACCURACY])]
 
 
 def _epoch_figure(contestants: dict[str, KeptContestant]) -> Figure:
@@ -285,21 +297,6 @@ def _panels(
         for what, offered in axes.items()
         for title, (labels, until) in PANELS.items()
     ]
-
-
-def _controls_figure(contestants: dict[str, KeptContestant]) -> Figure:
-    axes = [Axis("epoch_loss", "training loss over the epoch", log=True), TEST_ACCURACY]
-    series = [one for label in WITH_CONTROLS for one in contestants[label].series([a.column for a in axes], SHORT)]
-    titles = ("training loss", "test accuracy")
-    return Figure(
-        name=f"{NAME}-controls",
-        title="Controls: plain SGD with the inputs and the last layer's rate of C-SGD",
-        caption="Inputs in [−½, ½] and the last layer's learning rate × 0.1, which the paper has for C- versions "
-        f"alone; three seeds each, the first {SHORT:,} iterations. The controls were not timed.",
-        panels=[
-            Panel(title, series, ITERATIONS_OR_SECONDS[:1], [axis]) for title, axis in zip(titles, axes, strict=True)
-        ],
-    )
 
 
 def _norms_figure(contestants: dict[str, KeptContestant]) -> Figure:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from statistics import fmean, median
 from typing import Any
 
@@ -28,7 +28,6 @@ from consequent_lab.paper.measures import (
     crossing,
     distance,
     first_above,
-    roughness,
     smoothed,
     stays_above,
     up_to,
@@ -96,11 +95,6 @@ def last_common_epoch(contestants: Sequence[KeptContestant]) -> float:
     return max(set.intersection(*map(set, epochs)), default=0) if epochs else 0
 
 
-def seconds_to(one: KeptContestant, level: float) -> list[float | None]:
-    """Returns the seconds at which the accuracy over an epoch is first at the level, for every run."""
-    return [first_above(curve, level) for curve in one.curves("epoch_accuracy", "seconds")]
-
-
 def layer_norms(run: KeptRun) -> list[tuple[int, list[float]]]:
     """Returns the norms of the plain gradient, layer by layer from the first to the last, at a few iterations.
 
@@ -127,24 +121,24 @@ def span_of_norms(runs: Sequence[KeptRun]) -> float | None:
 
 
 def statements(race: Race, kept: dict[str, KeptContestant]) -> list[Statement]:
-    """Returns the paper's statements on what is kept, and controls; none of the paper's is judged by a control's runs.
-
-    Args:
-        race: which it was.
-        kept: its contestants by label.
-    """
+    """Returns the paper's statements on what is kept, and controls, whose runs judge none of the paper's."""
     of_the_paper = without_controls(kept)
     on_the_paper, on_all = Judge(of_the_paper), Judge(kept)
     at = last_common_epoch(list(of_the_paper.values()))
     outcomes = {
         name: Outcome(
             *(on_all if "control" in row else on_the_paper).found(name, row),
-            circumstances(race, [kept[label] for label in row.get("on", ())], at),
+            circumstances(race, [kept[label] for label in labels_of(row)], at),
         )
         for name, row in statement_rows(NAME).items()
         if not row.get("not_run")
     }
     return judged(NAME, "empirical", outcomes, globals())
+
+
+def labels_of(row: dict[str, Any]) -> list[str]:
+    """Returns the contestants whose test accuracies stand beside a statement: those that it names, else its pairs'."""
+    return row.get("on") or list(dict.fromkeys(chain.from_iterable(row.get("pairs", ()))))
 
 
 def without_controls(kept: dict[str, KeptContestant]) -> dict[str, KeptContestant]:
@@ -153,11 +147,7 @@ def without_controls(kept: dict[str, KeptContestant]) -> dict[str, KeptContestan
 
 
 class Judge:
-    """Measures what the statements are about; behind an underscore a method has the name of its statement.
-
-    Args:
-        kept: the contestants by label.
-    """
+    """Measures what the statements are about; behind an underscore a method has the name of its statement."""
 
     def __init__(self, kept: dict[str, KeptContestant]) -> None:
         self._kept = kept
@@ -228,10 +218,7 @@ class Judge:
         return spread(found, of="pairs of seeds", within=EQUAL_WINDOW)
 
     def _stays_stable(self) -> Found:
-        rough = {
-            label: [roughness([loss for _, loss in curve]) for curve in self._kept[label].curves("epoch_loss")]
-            for label in ("C-SGD", "SGD-BN")
-        }
+        rough = {label: self._kept[label].unsteadiness("epoch_loss") for label in ("C-SGD", "SGD-BN")}
         return f"{_spreads(rough, '.4f', '; ')}.", [all_below(*rough.values())]
 
     def _crosses_late(self) -> Found:
@@ -315,10 +302,7 @@ class Judge:
         shown, parts = [], []
         controls = [label for label in self._kept if label.endswith(CONTROL)]
         for level in (HIGH_ACCURACY, ALL_CORRECT):
-            found = {
-                label: [first_above(curve, level) for curve in self._kept[label].curves("epoch_accuracy")]
-                for label in ("C-SGD", *controls)
-            }
+            found = {label: self._kept[label].first_at(level) for label in ("C-SGD", *controls)}
             places = [f"{label} {spread(some, within=self._iterations(label))}" for label, some in found.items()]
             shown.append(f"{100 * level:g} %: {', '.join(places)}")
             parts += [all_earlier(found["C-SGD"], found[label]) for label in controls]
@@ -331,7 +315,7 @@ class Judge:
         return min((run.outcome["iteration"] for run in self._kept[label].runs), default=0)
 
     def _seconds(self, labels: Sequence[str], level: float) -> dict[str, Places]:
-        return {label: seconds_to(self._kept[label], level) for label in labels}
+        return {label: self._kept[label].first_at(level, "seconds") for label in labels}
 
     def _shown_times(self, times: dict[str, Places], level: float) -> str:
         shown = [

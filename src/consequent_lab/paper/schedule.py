@@ -33,13 +33,7 @@ class Message(NamedTuple):
 
 
 def train_runs(ready: Callable[[], list[Job]], setup: Setup, board: ProgressBoard) -> jobs.Summary:
-    """Trains until nothing is left, or time is up.
-
-    Args:
-        ready: returns the runs that are not finished and could start now.
-        setup: where and how.
-        board: shows how they get on.
-    """
+    """Trains the runs that are not finished and could start now, until nothing is left, or time is up."""
     lines: dict[str, RunLine] = {}
 
     def line_of(name: str) -> RunLine:

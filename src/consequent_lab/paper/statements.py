@@ -34,13 +34,9 @@ def statement_rows(experiment: str) -> dict[str, dict[str, Any]]:
 
 
 def judged(experiment: str, kind: Kind, outcomes: Mapping[str, Outcome], names: Mapping[str, Any]) -> list[Statement]:
-    """Returns the statements of an experiment with their outcomes.
+    """Returns the statements of an experiment with their outcomes, given by the names of the statements.
 
-    Args:
-        experiment: its name.
-        kind: of the statements, unless their rows say otherwise.
-        outcomes: by the names of the statements.
-        names: what stands in braces in their measures.
+    They are of one kind, unless their rows say otherwise. In braces in their measures stand `names`.
     """
     found = []
     for name, row in statement_rows(experiment).items():

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from consequent_lab.paper.findings import Figure, Series
+from consequent_lab.paper.findings import Figure
 
 Dash = Literal["solid", "dash", "dot", "longdashdot"]
 Symbol = Literal["circle", "x", "diamond", "square", "triangle-up"]
@@ -72,17 +72,12 @@ class CurveStyle:
     points_only: bool = False  # no line in any panel
 
 
-def group_of(series: Series) -> str:
-    """Returns the name of the group."""
-    return series.group or series.label
-
-
 def curve_styles(figure: Figure) -> dict[str, CurveStyle]:
     """Returns the style of every group of a figure, in the order of a legend: those of one optimiser side by side."""
     drawn: dict[str, set[str]] = {}
     for panel in figure.panels:
         for series in panel.series:
-            drawn.setdefault(group_of(series), set()).add(series.style)
+            drawn.setdefault(series.group, set()).add(series.style)
     if len(drawn) > 2 and len({re.sub(r"[\d.,]+", "#", group) for group in drawn}) == 1:
         return _stages(list(drawn))
     points = [group for group, used in drawn.items() if used == {"markers"}]
@@ -132,8 +127,7 @@ def _dash(group: str, strong: bool) -> Dash:
 def _hues(optimisers: dict[str, bool]) -> dict[str, Hue]:
     """Gives every optimiser its hue; points that belong to none (a start, a target) are grey, others get what is free.
 
-    Args:
-        optimisers: whether they are drawn as points only, in the order of the legend.
+    Given is whether they are drawn as points only, in the order of the legend.
     """
     known = {
         name: HUES_OF_OPTIMISERS.get(name, GREY)

@@ -25,11 +25,7 @@ MARKS: dict[Verdict, str] = {  # the name of an icon, which is also that of a st
 
 
 def page(findings: Sequence[Finding]) -> str:
-    """Returns the page. If any finding only shows the machinery, the page has no verdicts at all, and says why.
-
-    Args:
-        findings: what the experiments found.
-    """
+    """Returns the page. If any finding only shows the machinery, the page has no verdicts at all, and says why."""
     environment = Environment(
         loader=PackageLoader("consequent_lab", "report"),
         autoescape=True,

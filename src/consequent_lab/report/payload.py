@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from consequent_lab.paper.findings import Axis, Contours, Figure, Number, Panel
-from consequent_lab.report.curve_styles import DASHES, CurveStyle, curve_styles, group_of
+from consequent_lab.report.curve_styles import DASHES, CurveStyle, curve_styles
 from consequent_lab.report.seeds import curves
 
 DIGITS = 5  # more than a screen shows
@@ -83,10 +83,10 @@ def _panel(panel: Panel, styles: dict[str, CurveStyle]) -> dict[str, Any]:
         "curves": [
             {
                 "label": curve.series.label,
-                "group": numbers[group_of(curve.series)],
+                "group": numbers[curve.series.group],
                 "style": curve.series.style,
                 "role": curve.role,
-                "dash": _dash(styles[group_of(curve.series)]),
+                "dash": _dash(styles[curve.series.group]),
                 "columns": {name: [*map(rounded, curve.series.columns[name])] for name in shown},
             }
             for curve in curves(panel)

@@ -7,7 +7,6 @@ from typing import Literal
 import numpy as np
 
 from consequent_lab.paper.findings import Panel, Series
-from consequent_lab.report.curve_styles import group_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ def curves(panel: Panel) -> list[Curve]:
     """Returns what to draw, from back to front: medians lie on top of the runs that they tell of."""
     groups: dict[str, list[Series]] = {}
     for series in panel.series:
-        groups.setdefault(group_of(series), []).append(series)
+        groups.setdefault(series.group, []).append(series)
     runs: list[Curve] = []
     medians: list[Curve] = []
     for group in groups.values():
@@ -33,17 +32,10 @@ def curves(panel: Panel) -> list[Curve]:
 
 
 def middle(runs: Sequence[Series], panel: Panel) -> Series | None:
-    """Returns the median curve of several runs, place by place.
+    """Returns the median curve of several runs; None if there is one, or no x axis along which they have equal places.
 
     It ends where the shortest run ends, and has a gap where a run has no value: the median of those that are left would
     look better than the runs were.
-
-    Args:
-        runs: of one contestant.
-        panel: where they are shown; there must be an axis along which the runs have the same places.
-
-    Returns:
-        The curve, or None if there is only one run, or no axis along which all have the same places.
     """
     length = min(len(column) for run in runs for column in run.columns.values())
     aligned = any(
@@ -56,5 +48,5 @@ def middle(runs: Sequence[Series], panel: Panel) -> Series | None:
     for axis in (*panel.x, *panel.y):
         values = np.array([run.columns[axis.column][:length] for run in runs], dtype=float)  # None is NaN
         columns[axis.column] = np.median(values, axis=0).tolist()  # and so is the median of any with it
-    group = group_of(runs[0])
+    group = runs[0].group
     return Series(f"{group}, median of {len(runs)}", columns, group, runs[0].style)

@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from consequent_lab.paper.findings import Axis, Contours, Figure, Panel
 from consequent_lab.records import write_atomically
-from consequent_lab.report.curve_styles import DASHES, CurveStyle, curve_styles, group_of
+from consequent_lab.report.curve_styles import DASHES, CurveStyle, curve_styles
 from consequent_lab.report.payload import aspect, choices, columns_of
 from consequent_lab.report.seeds import Curve, curves
 
@@ -42,15 +42,10 @@ METADATA: dict[str, dict[str, Any]] = {
 
 
 def draw(figure: Figure, folder: Path) -> list[Path]:
-    """Draws a figure once for every choice of axes that it offers.
+    """Draws a figure once for every choice of axes that it offers; returns the files, none if nothing was measured.
 
-    Args:
-        figure: to be drawn.
-        folder: where the files go: NAME.png and NAME.svg have the first axes, the others have the columns of theirs in
-            the name, as in NAME-accuracy-seconds.png.
-
-    Returns:
-        The files; none if nothing was measured.
+    NAME.png and NAME.svg have the first axes, the others have the columns of theirs in the name, as in
+    NAME-accuracy-seconds.png.
     """
     if not any(panel.series for panel in figure.panels):
         return []
@@ -134,7 +129,7 @@ def _draw_panel(axes: Axes, panel: Panel, x: Axis, y: Axis, styles: dict[str, Cu
     if not panel.series:
         axes.annotate("no runs yet", (0.5, 0.5), xycoords="axes fraction", ha="center", color=FAINT)
     for curve in curves(panel):
-        _draw_curve(axes, curve, x, y, styles[group_of(curve.series)])
+        _draw_curve(axes, curve, x, y, styles[curve.series.group])
     for axis, shown in ((axes.xaxis, x), (axes.yaxis, y)):
         _scale(axis, shown.log)
     if panel.contours:

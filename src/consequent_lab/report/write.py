@@ -10,16 +10,7 @@ from consequent_lab.report.static import draw
 
 
 def write_report(findings: Sequence[Finding], output: Path, figures: Path) -> list[Path]:
-    """Writes the page and the static figures.
-
-    Args:
-        findings: what the experiments found.
-        output: the page.
-        figures: the folder of the static figures.
-
-    Returns:
-        The files of the static figures.
-    """
+    """Writes the page and, to a folder, the static figures; returns the files of these."""
     drawn = [figure for finding in findings for figure in finding.figures]
     for kind, names in (("experiment", [one.name for one in findings]), ("figure", [one.name for one in drawn])):
         if len(set(names)) < len(names):

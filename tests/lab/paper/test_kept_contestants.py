@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from synthetic import contestant, kept, metric_lines
 
-from consequent_lab.paper.kept_contestants import race_kept, seconds_of
+from consequent_lab.paper.kept_contestants import recipe_kept, seconds_of
 from consequent_lab.paper.mlp import race
 from consequent_lab.paper.race_finding import circumstances, search_figure, seconds_note
 from consequent_lab.paper.rates import Chosen, Searched
@@ -62,7 +62,7 @@ class Kept:
     [((), "mlp"), (("mlp-quick",), "mlp-quick"), (("mlp-quick", "mlp-search"), "mlp"), (("mlp", "mlp-quick"), "mlp")],
 )
 def test_the_full_experiment_comes_before_the_small_one(names, expected):
-    assert race_kept(race, Kept(*names)).name == expected
+    assert recipe_kept(race, Kept(*names)).name == expected
 
 
 def test_test_accuracy_seeds_and_search_are_beside_a_verdict():

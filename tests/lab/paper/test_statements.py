@@ -5,7 +5,7 @@ import pytest
 from consequent_lab.paper import mlp
 from consequent_lab.paper.experiments import experiments
 from consequent_lab.paper.resnet20 import LABELS
-from consequent_lab.paper.resnet20_statements import CONTROL, RULES, Judge
+from consequent_lab.paper.resnet20_statements import CONTROL, RULES, Judge, labels_of
 from consequent_lab.paper.statements import NOT_MEASURED, NOT_RUN, NOT_TIMED, Outcome, judged, statement_rows
 
 COLUMNS = {"paper", "control", "measure", "remark", "kind", "not_run", "timed", "datasets", "on", "pairs", "holds"}
@@ -18,8 +18,9 @@ def test_every_experiment_has_statements_and_no_row_has_an_unknown_column(name):
     for row in rows.values():
         assert {"measure"} <= row.keys() <= COLUMNS
         assert ("paper" in row) != ("control" in row), "quoted or ours"
-        assert "control" in row or not any(label.endswith(CONTROL) for label in row.get("on", ()))
-        assert {label for pair in row.get("pairs", ()) for label in pair} <= set(row.get("on", ())) <= set(LABELS)
+        labels = labels_of(row)
+        assert "control" in row or not any(label.endswith(CONTROL) for label in labels)
+        assert {label for pair in row.get("pairs", ()) for label in pair} <= set(labels) <= set(LABELS)
         assert row.get("holds", "above 0") in RULES
 
 
