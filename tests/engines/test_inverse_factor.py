@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from consequent.engines import inverse_factor as inverse_factors
 from consequent.engines.inverse_factor import inverse_factor
 from consequent.maths.damping import Level
 
@@ -40,6 +41,19 @@ def test_it_solves_what_torch_solves(batch, size, rows, largest_block, level, of
     assert torch.allclose(factor.status[..., 0], trace)
     assert torch.equal(factor.status[..., 1], levels)
     assert factor.status.shape == (*batch, 4)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_large_matrices_are_factorised_one_by_one(monkeypatch, bad):
+    matrices = moment((3,), 20, 30)
+    if bad:
+        matrices[1, 4, 4] = -1e3
+    together = inverse_factor(matrices, Level(0.5))
+    monkeypatch.setattr(inverse_factors, "_are_large", lambda matrices: True)
+    one_by_one = inverse_factor(matrices, Level(0.5))
+    assert torch.equal(one_by_one.status, together.status)
+    assert one_by_one.status[:, 2].tolist() == [1, not bad, 1]
+    assert torch.allclose(one_by_one.inverse[[0, 2]], together.inverse[[0, 2]])
 
 
 @pytest.mark.parametrize("place", [0, 40, 63])

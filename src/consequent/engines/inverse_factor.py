@@ -122,9 +122,8 @@ def _of_block(damped: Tensor, diagonal: Tensor, largest: int, *, by_kernel: bool
 def _by_torch(damped: Tensor, diagonal: Tensor) -> _Factorised:
     """Factorised twice, the second time with more damping: which one is taken is chosen on the device."""
     size = damped.shape[-1]
-    with _capturable_solvers(damped):
-        factor, info = torch.linalg.cholesky_ex(damped)
-        safer, safer_info = torch.linalg.cholesky_ex(more_damped(damped, diagonal))
+    factor, info = _cholesky(damped)
+    safer, safer_info = _cholesky(more_damped(damped, diagonal))
     is_rough = (info != 0) | ~has_pivots(factor, diagonal)
     rescued = is_rough & (safer_info == 0)
     factor = torch.where(rescued[:, None, None], safer, factor)
@@ -151,6 +150,21 @@ def _largest_by_kernel() -> int:
     from consequent.engines.gpu.kernels.factor import LARGEST
 
     return LARGEST
+
+
+def _cholesky(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """L of each, and where it failed."""
+    if _are_large(matrices):
+        factors, failures = zip(*[torch.linalg.cholesky_ex(matrix) for matrix in matrices], strict=True)
+        return torch.stack(factors), torch.stack(failures)
+    with _capturable_solvers(matrices):
+        factor, failed = torch.linalg.cholesky_ex(matrices)
+    return factor, failed
+
+
+def _are_large(matrices: Tensor) -> bool:
+    """Whether a GPU is kept busy by each: then cuSOLVER's factorisation of one is faster than that of many at once."""
+    return matrices.is_cuda and len(matrices) > 1 and matrices.shape[-1] > _LARGEST_BLOCK
 
 
 @contextmanager
