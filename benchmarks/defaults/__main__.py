@@ -34,6 +34,7 @@ def parsed() -> argparse.Namespace:
         "--dampings", nargs="+", help="only these: 'relative 0.1', 'absolute 1', 'relative 0.1, bound 0.2'"
     )
     parser.add_argument("--contestants", nargs="+", choices=tuple(KNOWN), help="only these")
+    parser.add_argument("--seeds", type=int, nargs="+", help="instead of 0, 1 and 2")
     parser.add_argument("--damping", default="relative 0.1", help="of stress, of tables by task and of bounds")
     parser.add_argument("--rate", type=rate_of, nargs="+", default=[], help="rates of the stage fixed: c-sgd=0.1 …")
     parser.add_argument("--quick", action="store_true", help="a few tasks with a few steps")
@@ -49,6 +50,8 @@ def main() -> None:
         scope = dataclasses.replace(scope, dampings=tuple(arguments.dampings))
     if arguments.contestants:
         scope = dataclasses.replace(scope, contestants=tuple(arguments.contestants))
+    if arguments.seeds:
+        scope = dataclasses.replace(scope, seeds=tuple(arguments.seeds))
     rates = {name: contestant.advised for name, contestant in KNOWN.items()} | dict(arguments.rate)
     results = study.Results(arguments.results)
     for stage in arguments.stages:
