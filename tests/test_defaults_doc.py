@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 import pathlib
 import re
 import statistics
@@ -70,6 +71,7 @@ def test_the_tables_are_those_of_the_summary(judge):
         summary.learning_rates(judge, DAMPING),
         summary.by_memory(judge, DAMPING, (1e-3, 3e-3)),
         summary.by_averages(judge, BOUNDED, {"c-adam": (1e-3, 3e-3), "c-sgd": (0.1,)}),
+        summary.by_own_damping(judge, summary.OWN_DAMPINGS, (1e-3, 3e-3)),
         *(summary.by_rate(default, name) for name in CONTESTANTS),
     ]
     for table in tables:
@@ -311,7 +313,7 @@ def test_what_is_said_of_averages(judge):
         r"much lower at 0\.1, (\S+) against (\S+), but with tuned rates and the bound (\S+) against (\S+) is"
     )
     assert said == [rounded(mean) for mean in (*single, *tuned)]
-    told = re.findall(INSTEAD, PROSE.split("## Averages over batches")[1])
+    told = re.findall(INSTEAD, PROSE.split("## Averages over batches")[1].split("## A damping of")[0])
     assert len(told) == 6
     for ours, theirs, task in told:
         means = [judge.verdict("c-sgd", case, 0.1, study.SEEDS, [task]).mean for case in (bounded, BOUNDED)]
@@ -334,3 +336,56 @@ def test_the_rate_that_c_adam_has_by_default(judge):
     changes = " ".join((ROOT / "CHANGELOG.md").read_text().split())
     said = numbers(r"ahead of tuned Adam with it \((\S+) of its loss\), and far behind with 0\.001 \((\S+)\)", changes)
     assert said == [rounded(judge.verdict("c-adam", DAMPING, rate, study.SEEDS).mean) for rate in (0.003, 0.001)]
+
+
+def of_new_seeds(judge, damping, rate, tasks=()):
+    contestant = "c-adam" if damping else "adam"
+    return judge.verdict(contestant, damping, rate, study.LATER_SEEDS, tasks)
+
+
+def test_what_is_said_of_c_adams_own_damping(judge):
+    def against(rate):
+        one, usual = (of_new_seeds(judge, damping, rate) for damping in ("relative 1", "relative 0.1"))
+        is_clear = usual.mean / one.mean > one.noise * usual.noise
+        return [rounded(one.mean), rounded(usual.mean)], is_clear
+
+    said = numbers(r"we advise, (\S+) against (\S+) is within the noise, as is (\S+) against (\S+) with tuned")
+    (at_advised, is_clear), (tuned, is_clear_tuned), (at_low, is_clear_low) = map(against, (0.003, None, 0.001))
+    assert said == [*at_advised, *tuned]
+    assert (is_clear, is_clear_tuned, is_clear_low) == (False, False, True)
+    plain = rounded(of_new_seeds(judge, "", 0.001).mean)
+    assert numbers(r"say `relative_damping=1`\*\*: (\S+) against (\S+), where plain Adam has (\S+) at") == [
+        *at_low,
+        plain,
+    ]
+    assert f"({at_low[1]:.2f} against {plain:.2f}, where 1 is tuned Adam)" in ADVICE
+    assert f"it was before it ({at_low[0]:.2f})" in ADVICE
+    lost = {
+        damping: {
+            task: mean for task in judge.scope.tasks if (mean := of_new_seeds(judge, damping, None, [task]).mean) > 1
+        }
+        for damping in ("relative 0.1", "relative 1")
+    }
+    assert [len(tasks) for tasks in lost.values()] == [3, 1]
+    assert max(lost["relative 1"].values()) == pytest.approx(1.05, abs=0.005)
+    assert rounded(lost["relative 0.1"]["pinn"]) == pytest.approx(5.9, abs=0.05)
+
+
+def test_the_test_losses_of_c_adams_own_damping(judge):
+    def ratio(rate):
+        of_task = []
+        for task in judge.scope.tasks:
+            pairs = []
+            for seed in study.LATER_SEEDS:
+                one, usual = (
+                    judge.record(task, "c-adam", damping, rate or judge.tuned_rate(task, "c-adam", damping), seed)
+                    for damping in ("relative 1", "relative 0.1")
+                )
+                if one["test"] is not None:
+                    pairs.append(math.log(one["test"] / usual["test"]))
+            of_task += [statistics.fmean(pairs)] if pairs else []
+        assert len(of_task) == 13
+        return rounded(math.exp(statistics.fmean(of_task)))
+
+    said = numbers(r"test losses are (\S+) of those with 0\.1 at 0\.003, (\S+) at 0\.001 and (\S+) with tuned rates")
+    assert said == [ratio(rate) for rate in (0.003, 0.001, None)]

@@ -27,6 +27,7 @@ from consequent.reports.errors import StandstillError
 
 TUNING_SEED = 100
 SEEDS = (0, 1, 2)
+LATER_SEEDS = (3, 4, 5)  # for what was thought of when the others had been seen
 POINTS = 10  # of a trajectory
 GIVE_UP = 20  # losses in a row that are NaN or infinite
 

@@ -14,9 +14,10 @@ from benchmarks.defaults.contestants import (
     unbounded,
     with_bounds,
 )
-from benchmarks.defaults.study import TUNING_SEED, Record, Results, Run, Scope, stress
+from benchmarks.defaults.study import LATER_SEEDS, TUNING_SEED, Record, Results, Run, Scope, stress
 
 LARGEST_RATIO = 100.0
+OWN_DAMPINGS = ("relative 0.1", "relative 0.3", "relative 1", "relative 3")  # of C-Adam
 CORRECTED = tuple(name for name, contestant in CONTESTANTS.items() if contestant.is_corrected)
 
 
@@ -285,6 +286,16 @@ def by_averages(judge: Judge, damping: str, rates: dict[str, Sequence[float]]) -
     return table(["", "averages", "each with its best rate", *["one rate for all"] * columns], rows)
 
 
+def by_own_damping(judge: Judge, dampings: Sequence[str], rates: Sequence[float]) -> str:
+    """Dampings of C-Adam: each task with its best rate, and one rate for all tasks; seeds that came later."""
+    cases = [*(("c-adam", damping) for damping in dampings), ("adam", "")]
+    rows = [
+        [damping or "plain", *(judge.verdict(name, damping, rate, LATER_SEEDS) for rate in (None, *rates))]
+        for name, damping in cases
+    ]
+    return table(["c-adam", "each with its best rate", *(f"{rate:g} for all" for rate in rates)], rows)
+
+
 def _of_kind(name: str) -> list[str]:
     return [other for other in WITH_MEMORY if other.split()[0] == name]
 
@@ -338,6 +349,8 @@ def tables(scope: Scope, results: Results, rates: dict[str, float], damping: str
         by_memory(judge, searched, (1e-3, 3e-3)),
         f"## Averages over batches, {damping}, seeds {seeds}",
         by_averages(judge, damping, {"c-adam": (1e-3, 3e-3), "c-sgd": (0.1,)}),
+        f"## Dampings of C-Adam, seeds {', '.join(map(str, LATER_SEEDS))}",
+        by_own_damping(judge, OWN_DAMPINGS, (1e-3, 3e-3)),
         "## Seconds for each run, medians",
         seconds(judge),
     ]
