@@ -30,6 +30,8 @@ class Spread:
 
         >>> Spread((3.0, 1.0, 2.0)).text(",.0f"), Spread((1.0, math.inf, math.inf)).text(",.0f")
         ('2 (1–3)', '– (1–…)')
+        >>> Spread((0.5, 0.4, 0.6)).text("", "test_accuracy")
+        '50 % (40–60)'
         """
 
         def one(value: float, missing: str) -> str:
@@ -42,7 +44,8 @@ class Spread:
             return "–"
         if low == high:
             return one(low, "–")
-        return f"{one(self.median, '–')} ({one(low, '–')}–{one(high, '…')})"
+        ends = (one(low, "–"), one(high, "…"))
+        return f"{one(self.median, '–')} ({'–'.join(end.split()[0] for end in ends)})"  # the unit stands once
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,7 @@ def rows(results: Results) -> list[Row]:
         finals = results.finals(name)
         if not finals:
             continue
-        times: dict[str, dict[str, float]] = next(
-            (line["milliseconds"] for line in results.of_kind("time", name)), {}
-        )  # the first ones: those of a later day were timed beside others
+        times: dict[str, dict[str, float]] = next((line["milliseconds"] for line in results.of_kind("time", name)), {})
         cells = []
         for measure in (results.task.measure, *results.task.reported):
             spread = spread_of(measure, finals)
