@@ -214,7 +214,7 @@ class Reference:
     def forget(self):
         """Nothing is in ``.grad``."""
         self.grads = {}  # in the mode "step" the plain ones
-        self.passes = []  # the entries of each
+        self.passes = []  # the calls that each has reached
         self.is_edited = False
         self.is_written_to = False  # since the last backward pass
         self.penalised = set()  # names of parameters that are in .grad by another way than a layer's call, too
@@ -262,7 +262,7 @@ class Reference:
                 size, condition = self.facts.get(first, (0.0, 1.0))
                 self.facts[first] = (size + piece.size, max(condition, piece.condition))
         else:
-            self.passes.append(entries)
+            self.passes.append([call for call, _ in reached])
             for call, rows in reached:
                 call.output_grads = (
                     rows if call.output_grads is None else [a + b for a, b in zip(call.output_grads, rows, strict=True)]
@@ -324,6 +324,7 @@ class Reference:
             if not any(self.grads[name].any() for name in names if name in self.grads):
                 for call in calls:
                     call.output_grads = None
+                self.passes = [[call for call in reached if call not in calls] for reached in self.passes]
         self.is_written_to = False
 
     def load(self, state):
@@ -350,7 +351,7 @@ class Reference:
     def groups(self):
         """Entries that took part in a common backward pass, also by way of others."""
         groups = []
-        for entries in self.passes:
+        for entries in ({call.entry for call in reached} for reached in self.passes):
             common = [group for group in groups if group & entries]
             groups = [group for group in groups if not group & entries]
             groups.append(entries.union(*common))

@@ -57,6 +57,23 @@ def test_rows_that_are_nearly_dependent_keep_their_digits(damping, apart):
     assert found.outside == 0
 
 
+@pytest.mark.parametrize("apart", [1e-6, 1e-7, 1e-8, 3e-9, 1e-9, 1e-10])
+@pytest.mark.parametrize("seed", range(20))
+def test_errors_that_cancel_in_rows_that_are_nearly_parallel_are_no_edit(apart, seed):
+    """What is left of them is a difference that squares do not tell from rounding."""
+    direction, errors = normal(1, 5, seed=seed), normal(1, 1, seed=seed + 100)
+    X = direction + apart * normal(2, 5, seed=seed + 200)
+    dZ = torch.cat([errors, -errors * (1 + 1e-9)])
+    G = dZ.T @ X
+    found = solve_in_span(X, G, Damping(1.0).level(2, 5))
+    assert found.outside == 0
+    expected = reference.consequential_gradient(X.numpy(), dZ.numpy(), 1.0)
+    size = (dZ.norm() * X.norm()).item()
+    assert abs(found.gradient.numpy() - expected).max() < 100 * torch.finfo(torch.float64).eps * size
+    edited = solve_in_span(X, G + 1e-3 * size * normal(1, 5, seed=seed + 300), Damping(1.0).level(2, 5))
+    assert edited.outside > 0
+
+
 @pytest.mark.parametrize("damping", [1e-10, 1e-3, 1.0])
 def test_what_is_outside_of_dependent_rows_is_only_shortened(damping):
     """However small λ is, and although rounding has rows in every direction."""

@@ -84,6 +84,7 @@ class StepCorrector:
         self._ahead = self._new_ahead()
         self._running: dict[int, dict[Record, None]] = {}  # backward passes under way, and the records they fill
         self._threads: dict[int, set[int]] = {}  # that may have called these passes
+        self.last_pass = -1  # the last backward pass that reached a product
         self._arrivals: dict[int, _Arrivals] = {}  # by the id of a weight, or of the bias of a layer
 
     def _new_ahead(self) -> Ahead:
@@ -111,7 +112,7 @@ class StepCorrector:
         leaf = leaf_of(node)
         if leaf is None or not leaf.requires_grad:
             return  # it was frozen since the forward pass: its node runs, and adds nothing
-        backward_pass = backward_pass_id()
+        self.last_pass = backward_pass = backward_pass_id()
         weight = use.weight
         record = self._record_of(weight, weight.grad if use.trains_weight else use.key.grad, backward_pass)
         record.note_pass(use, backward_pass)

@@ -45,7 +45,7 @@ class Stepping:
         self._notice = notice
         self._hooks: list[RemovableHandle] = []
         self._withheld: list[tuple[Tensor, Tensor]] = []  # gradients kept from the optimiser while it steps
-        self._skip_next = False  # the gradients now in .grad hold NaN or inf
+        self._bad_pass: int | None = None  # the last backward pass of gradients that hold NaN or inf
         self.foresight: Foresight | None = None  # of the last step, where it is kept
 
     def watch(self, optimizer: Optimizer) -> None:
@@ -67,7 +67,7 @@ class Stepping:
     def by_hand(self) -> None:
         """Correct now; the next step will not do so again, and is skipped if NaN or inf was met."""
         if not self._correct(bounded=False):  # what becomes of the gradients before they are applied is not known
-            self._skip_next = True
+            self._bad_pass = self._corrector.last_pass
             for parameter in self._groups.parameters():
                 if parameter.grad is not None:
                     parameter.grad.zero_()
@@ -108,13 +108,13 @@ class Stepping:
         if self.has_work:
             must_skip = not self._correct(bounded=True)
         else:
-            must_skip = self._skip_next
+            must_skip = self._bad_pass == self._corrector.last_pass  # until there are new gradients
             if not must_skip:
                 refuse_uncaptured(self._parts.capture, self._corrector, self._groups.owns, self._rewriter.uncaptured)
                 self._rewriter.warn_of_misbehaving()
         if must_skip:
             # An optimiser leaves parameters without a gradient alone: no step, no decay, no momentum.
-            self._skip_next = True  # until there are new gradients
+            self._bad_pass = self._corrector.last_pass
             self._withheld = [(p, p.grad) for p in self._groups.parameters() if p.grad is not None]
             for parameter, _ in self._withheld:
                 parameter.grad = None
@@ -122,7 +122,7 @@ class Stepping:
     @in_full_precision
     def _correct(self, *, bounded: bool) -> bool:
         """Rewrite the gradients. False if the step must not be taken; then nothing was rewritten."""
-        self._skip_next = False
+        self._bad_pass = None
         self._together.warn_of_ranks_left_out()
         passes = self._corrector.passes()
         self._first_step.look(passes)

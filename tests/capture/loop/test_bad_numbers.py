@@ -458,3 +458,22 @@ def test_momentum_and_decay_where_the_device_is_not_waited_for(waits, monkeypatc
     for parameter, old, momentum in zip(model.parameters(), before, momenta, strict=True):
         expected = old if waits else old - 0.1 * (0.9 * momentum + 0.5 * old)
         torch.testing.assert_close(parameter.detach(), expected)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_a_step_after_a_skipped_one_is_taken_although_the_layers_have_no_gradient(clipped):
+    """All samples are masked, and only a penalty on another parameter is left."""
+    torch.manual_seed(0)
+    model, other = nn.Linear(3, 2), nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([*model.parameters(), other], lr=0.1)
+    correction = consequent.attach(optimizer, model)
+    model(torch.full((5, 3), torch.nan)).square().mean().backward()
+    with pytest.warns(consequent.ConsequentWarning, match="NaN or inf"):
+        optimizer.step()
+    optimizer.zero_grad()
+    ((model(torch.randn(5, 3)) * 0).square().mean() + other.square().sum()).backward()
+    if clipped:
+        torch.nn.utils.clip_grad_norm_([*model.parameters(), other], 100.0)
+    optimizer.step()
+    torch.testing.assert_close(other.detach(), torch.full((4,), 0.8))
+    assert correction.counters.skipped == 1
