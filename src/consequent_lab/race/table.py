@@ -139,10 +139,11 @@ def _setting(results: Results, contestant: str, name: str, value: float) -> str:
 def caption(results: Results) -> str:
     """Returns what was done, and who is missing."""
     trials = max((len(results.trials(name)) for name in CONTESTANTS), default=0)
-    where = f"those of {results.task.settings_from}" if results.task.settings_from else f"{trials} trials each"
+    known = results.task.settings_from
+    how = f"found on {known}, not searched here" if known else f"{trials} trials each, successive halving"
     sentences = [
         f"{results.task.title[0].upper()}{results.task.title[1:]}.",
-        f"Settings by {results.task.measure} ({where}, successive halving), then other seeds: median (lowest–highest).",
+        f"Settings by {results.task.measure} ({how}), then other seeds: median (lowest–highest).",
     ]
     if _ways(results):
         sentences.append("Seconds are steps × the time of a step measured alone.")
