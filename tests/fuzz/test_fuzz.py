@@ -47,6 +47,11 @@ def test_seeds(chunk, mode):
         )
 
 
+@pytest.mark.parametrize("seed", [1215, 4834, 5041])
+def test_seeds_that_have_failed(seed):
+    run(seed, "step")
+
+
 @MODES
 @pytest.mark.parametrize("seed", range(10))
 def test_penalties_on_gradients(seed, mode):

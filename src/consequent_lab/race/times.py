@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import UTC, datetime
 from functools import partial
 
 import torch
@@ -61,9 +62,10 @@ def times(
             release_memory()
         for name, message in errors.items():
             lines[name]["errors"][way] = message
-    machine = device_name(conditions.device)
+    machine, day = device_name(conditions.device), datetime.now(UTC).date().isoformat()
     for name, line in lines.items():
-        kept = line_of(task, "time", name, settings=chosen[name], device=machine, torch=str(torch.__version__), **line)
+        made_by = {"device": machine, "torch": str(torch.__version__), "date": day}
+        kept = line_of(task, "time", name, settings=chosen[name], **made_by, **line)
         results.add(kept)
         medians = {how: f"{quartiles['median']:.3g} ms" for how, quartiles in kept["milliseconds"].items()}
         say(f"{name:11} {medians} {kept['errors'] or ''}")
