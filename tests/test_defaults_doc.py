@@ -389,3 +389,18 @@ def test_the_test_losses_of_c_adams_own_damping(judge):
 
     said = numbers(r"test losses are (\S+) of those with 0\.1 at 0\.003, (\S+) at 0\.001 and (\S+) with tuned rates")
     assert said == [ratio(rate) for rate in (0.003, 0.001, None)]
+
+
+def test_the_pinn_with_c_adams_own_damping(judge):
+    said = numbers(
+        r"remedy\*\*: (\S+) of tuned Adam's loss instead of (\S+) "
+        r"\((\S+) instead of (\S+) with the seeds 0, 1 and 2\); on the smooth function (\S+) instead of ([\d.]+)\."
+    )
+    cases = [("pinn", study.LATER_SEEDS), ("pinn", study.SEEDS), ("smooth-function", study.LATER_SEEDS)]
+    found = [
+        rounded(judge.verdict("c-adam", damping, None, seeds, [task]).mean)
+        for task, seeds in cases
+        for damping in ("relative 1", "relative 0.1")
+    ]
+    assert said == found
+    assert f"with `relative_damping=1` ({found[2]:.2f})" in ADVICE
