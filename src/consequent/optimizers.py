@@ -70,7 +70,8 @@ class _Consequentialist(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         correction = self.correction
-        options = {**self._options, "loss_reduction": correction.loss_reduction, "check": correction.check}
+        now = {"loss_reduction": correction.loss_reduction, "check": correction.check, "bound": correction.bound}
+        options = {**self._options, **now}
         own = {"damping": self._damping, "options": options, "model": correction.model}
         own |= {"correction_state": correction.state_dict(), "is_attached": correction.optimizer is not None}
         return super().__getstate__() | own

@@ -330,7 +330,8 @@ def test_a_state_dict_takes_either_to_a_correction_with_the_other(damping):
     saved = consequent.Consequentialism(nn.Linear(3, 2), **reference.damping_options(damping)).state_dict()
     for other in (5.0, ("relative", 5.0)):
         correction = consequent.Consequentialism(nn.Linear(3, 2), **reference.damping_options(other))
-        correction.load_state_dict(saved)
+        with pytest.warns(consequent.ConsequentWarning, match="takes the place of"):
+            correction.load_state_dict(saved)
         assert correction.state_dict() == saved
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 
 import pytest
 import reference
@@ -224,3 +225,41 @@ def test_frozen_layers_are_told_of():
     listing = repr(correction)
     assert "0  Linear, its bias alone: the weight is frozen" in listing
     assert "BatchNorm layers: 1; the paper found that they conflict" in listing
+
+
+def saved_and_loaded(saved, **options):
+    """What is told when the state of a correction with some options is loaded into one with others."""
+    states = []
+    for given in (saved, options):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        correction = consequent.attach(optimizer, model, **given)
+        model(torch.randn(6, 4)).square().mean().backward()
+        optimizer.step()
+        states.append((correction, correction.state_dict()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        states[1][0].load_state_dict(states[0][1])
+    told = [str(one.message) for one in caught]
+    assert all(one.category is consequent.ConsequentWarning for one in caught)
+    assert {one.filename for one in caught} <= {__file__}
+    return told
+
+
+@pytest.mark.parametrize(
+    ("saved", "options", "words"),
+    [
+        ({}, {}, []),
+        ({"damping": 0.3, "bound": 0.1}, {}, []),
+        ({"damping": 0.3, "bound": 0.1}, {"damping": 0.3, "bound": 0.1}, []),
+        ({}, {"damping": 0.01}, ["has relative_damping=0.1, which takes the place of damping=0.01"]),
+        ({"relative_damping": 1.0}, {"relative_damping": 0.5}, ["takes the place of relative_damping=0.5"]),
+        ({}, {"bound": None}, ["has bound=0.2, which takes the place of bound=None"]),
+        ({"averaging": 0.9}, {}, ["averaged moments, which are left out"]),
+        ({"averaging": 0.9}, {"averaging": 0.9}, []),
+    ],
+)
+def test_options_that_a_state_replaces_are_told(saved, options, words):
+    told = saved_and_loaded(saved, **options)
+    assert len(told) == len(words)
+    assert all(word in one for word, one in zip(words, told, strict=True))

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from consequent.correction.layers import weights_of
 from consequent.correction.parts import Parts
-from consequent.maths.damping import Damping
+from consequent.maths.bound import DEFAULT as BOUND
+from consequent.maths.damping import DEFAULT, Damping
 from consequent.options.settings import check_bound, check_largest_block, refuse_averaged_blocks
 from consequent.reports.counters import Counters
 from consequent.reports.errors import ConsequentWarning
@@ -52,10 +53,41 @@ def load(state: dict[str, Any], correction: "Consequentialism", parts: Parts) ->
         averages.load_state_dict(state["averages"], weights_of(parts.capture))
     if state["loss_reduction"] is not None:
         correction.loss_reduction = state["loss_reduction"]
+    _warn_of_replaced(correction, parts.groups.default, damping, bound)
+    if state.get("averages") and not averages.are_used:
+        warnings.warn(
+            "the state that is loaded has averaged moments, which are left out: this correction does not average "
+            "(averaging=, refresh=)",
+            ConsequentWarning,
+            stacklevel=3,
+        )
     parts.groups.change_default(damping)
     correction.bound = bound
     correction.largest_block = largest_block
     parts.reports.restore(counters)
+
+
+def _warn_of_replaced(correction: "Consequentialism", damping: Damping, loaded: Damping, bound: float | None) -> None:
+    """Tell where something that the user chose gives way to what a state has.
+
+    Args:
+        correction: into which it is loaded.
+        damping: the one it has.
+        loaded: the one of the state.
+        bound: likewise.
+    """
+    replaced = []
+    if damping not in (loaded, DEFAULT):
+        replaced.append((f"{loaded}", f"{damping}"))
+    if correction.bound not in (bound, BOUND):
+        replaced.append((f"bound={bound}", f"bound={correction.bound}"))
+    for new, old in replaced:
+        warnings.warn(
+            f"the state that is loaded has {new}, which takes the place of {old}: set it on the correction after "
+            "loading, if you want another",
+            ConsequentWarning,
+            stacklevel=4,
+        )
 
 
 def _damping_of(state: dict[str, Any]) -> Damping:
