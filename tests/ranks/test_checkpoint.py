@@ -61,7 +61,8 @@ def write(wrapper, ready_made, folder):
 
 def read(wrapper, ready_made, folder):
     training = Training(wrapper, ready_made)
-    training.load(folder)
+    with pytest.warns(consequent.ConsequentWarning, match=r"damping=0\.2, which takes the place of damping=0\.1"):
+        training.load(folder)
     assert training.correction.damping == 0.2
     assert training.correction.counters.steps == 3
     training.steps(2)

@@ -56,18 +56,16 @@ def solve_in_span(rows: Tensor, gradient: Tensor, level: Level) -> InSpan:
     rounding = max(of_gradient**2, of_gram)
     factor, least = _factor(gram, rounding)
     explained = torch.cholesky_solve((G @ X.mT).mT, factor).mT
-    sizes = explained.norm() * X.norm() + G.norm()
-
-    def outside_of(rest: Tensor) -> Tensor:
-        return torch.where(sizes > 0, (rest.norm() / sizes - rounding**0.5).clamp(min=0), 0)
-
     rest = G - explained @ X
-    outside = outside_of(rest)
+    sizes = explained.norm() * X.norm() + G.norm()
+    outside = torch.where(sizes > 0, (rest.norm() / sizes - rounding**0.5).clamp(min=0), 0)
     if of_gradient**2 < of_gram:  # squares have lost half of the digits that G has: once more, unless it was edited
         Q = torch.linalg.solve_triangular(factor, X, upper=False)  # its rows are nearly orthonormal
         coefficients = torch.cholesky_solve((G @ Q.mT).mT, _factor(Q @ Q.mT, of_gram)[0]).mT
         exactly = torch.linalg.solve_triangular(factor, coefficients, upper=False, left=False)
-        outside = torch.where(outside_of(G - exactly @ X) > 0, outside, 0)  # rows may be nearly parallel
+        # Rows may be so nearly parallel that their squares explain less than they do.
+        is_all = (G - exactly @ X).norm() <= of_gradient * (exactly.norm() * X.norm() + G.norm())
+        outside = torch.where(is_all, 0, outside)
         explained = torch.where(outside > 0, explained, exactly)
         rest = G - explained @ X
     damped = torch.maximum(level.at(trace), least)
