@@ -163,7 +163,7 @@ def _cholesky(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _are_large(matrices: Tensor) -> bool:
-    """Whether a GPU is kept busy by each: then cuSOLVER's factorisation of one is faster than that of many at once."""
+    """Whether they go one by one on a GPU: cuSOLVER takes a single one without torch being asked for it."""
     return matrices.is_cuda and len(matrices) > 1 and matrices.shape[-1] > _LARGEST_BLOCK
 
 

@@ -248,9 +248,8 @@ def _invert(averaged: Sequence[_Averaged]) -> None:
         moment = one.average.moment
         return moment.shape, moment.dtype, moment.device, level_of(one), one.rows
 
-    in_order = sorted(
-        averaged, key=lambda one: tuple(one.record.weight.shape)
-    )  # weights of one shape follow each other
+    # Weights of one shape follow each other.
+    in_order = sorted(averaged, key=lambda one: tuple(one.record.weight.shape))
     for alike in together(in_order, kind, lambda one: one.average.moment.numel()):
         rows = alike[0].rows
         inverses = invert(torch.stack([one.average.moment for one in alike]).mul_(rows), level_of(alike[0]))

@@ -116,7 +116,7 @@ class Rows(Statistic):
 def moments_together(all_rows: Sequence[Rows]) -> list[Moment]:
     """Their second moments, which stand for them from now on; layers alike that were called once share the calls."""
     moments: dict[int, Moment] = {}
-    for alike in together(all_rows, _kind, lambda rows: rows.columns**2):
+    for alike in together(all_rows, _kind, lambda rows: rows.operation.groups * rows.columns**2):
         uses = [use for rows in alike for use in rows.uses]
         for use in uses:
             use.refuse_overwritten_inputs()
