@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from consequent.maths.bound import DEFAULT as BOUND
 from consequent.reports.counters import Counters
 from consequent.reports.errors import StandstillError
-from consequent_lab.augmentation import moved_and_mirrored
+from consequent_lab.augmentation import augmented
 from consequent_lab.datasets import Dataset, prepared
 from consequent_lab.learner import Learner, first_model, seed_number
 from consequent_lab.models import mlp, residual_net
@@ -55,7 +55,7 @@ class ConfiguredLearner(Learner):
 
         def augment(inputs: Tensor, generator: torch.Generator) -> Tensor:
             images = inputs.reshape(-1, *dataset.train_images.shape[1:])
-            return moved_and_mirrored(images, config.augment, generator).reshape(inputs.shape)
+            return augmented(images, config.augment, generator).reshape(inputs.shape)
 
         super().__init__(
             model,

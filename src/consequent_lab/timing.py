@@ -75,7 +75,7 @@ def measure(steps: Mapping[str, Callable[[], object]], device: str, plan: Plan) 
 
     def sample(name: str, count: int) -> float | None:
         try:
-            return _seconds_per_step(live[name], device, count)
+            return seconds_per_step(live[name], device, count)
         except Exception as error:
             timings.errors[name] = describe_error(error)
             del live[name]
@@ -105,7 +105,8 @@ def measure(steps: Mapping[str, Callable[[], object]], device: str, plan: Plan) 
     return timings
 
 
-def _seconds_per_step(step: Callable[[], object], device: str, count: int) -> float:
+def seconds_per_step(step: Callable[[], object], device: str, count: int) -> float:
+    """Returns how long each of so many steps takes."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(count):

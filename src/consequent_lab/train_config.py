@@ -42,9 +42,9 @@ class TrainConfig:
     """Iterations in which the learning rate first rises from 0, in equal steps."""
     weight_decay: float = 0.0
     """How fast weights shrink: by lr times this in every step, beside the correction (rmsprop: its own L2 penalty)."""
-    augment: tuple[Literal["crop", "flip"], ...] = ()
+    augment: tuple[Literal["crop", "flip", "cutout"], ...] = ()
     """In every epoch, of every training image: crop, a window of it, moved by up to an eighth; flip, the mirror image
-    of every other."""
+    of every other; cutout, a square of a quarter of its side is covered."""
     head_lr_factor: float = 1.0
     """The last layer's learning rate is this times the others'."""
     momentum: float = 0.95

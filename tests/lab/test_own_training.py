@@ -13,7 +13,7 @@ from torch import nn
 
 import consequent
 from consequent_lab import cli, trainer
-from consequent_lab.augmentation import moved_and_mirrored
+from consequent_lab.augmentation import augmented
 from consequent_lab.configured import ConfiguredLearner, build_optimizer
 from consequent_lab.learner import order_of
 from consequent_lab.own_code import own_data
@@ -165,7 +165,7 @@ def test_weight_decay_shrinks_weights_beside_the_correction():
 def test_crops_are_windows_and_flips_mirror_images():
     images = torch.arange(1.0, 129.0).reshape(2, 1, 8, 8).repeat(100, 3, 1, 1)
     generator = torch.Generator().manual_seed(0)
-    flipped = moved_and_mirrored(images, ["flip"], generator)
+    flipped = augmented(images, ["flip"], generator)
     mirrored = (flipped == images.flip(3)).flatten(1).all(1)
     assert 60 < int(mirrored.sum()) < 140
     assert torch.equal(flipped[~mirrored], images[~mirrored])
@@ -180,12 +180,27 @@ def test_crops_are_windows_and_flips_mirror_images():
             for image, whole in zip(images, wholes, strict=True)
         ]
 
-    seen = windows(moved_and_mirrored(images, ["crop"], generator), padded)
+    seen = windows(augmented(images, ["crop"], generator), padded)
     assert all(len(places) == 1 for places in seen)
     assert len(set.union(*seen)) == 9
-    both = moved_and_mirrored(images, ["crop", "flip"], generator)
+    both = augmented(images, ["crop", "flip"], generator)
     straight, turned = windows(both, padded), windows(both, padded.flip(3))
     assert all(len(one) + len(other) == 1 for one, other in zip(straight, turned, strict=True))
+
+
+def test_cutout_covers_a_square_of_each_image():
+    images = 1 + torch.rand(400, 3, 8, 12)
+    covered = augmented(images, ["cutout"], torch.Generator().manual_seed(0))
+    is_covered = covered == 0
+    assert torch.equal(covered[~is_covered], images[~is_covered])
+    places = set()
+    for image in is_covered:
+        assert torch.equal(image[0], image[1])
+        assert torch.equal(image[0], image[2])
+        rows, columns = (image[0].any(axis).nonzero().flatten().tolist() for axis in (1, 0))
+        assert (len(rows), len(columns), int(image[0].sum())) == (2, 2, 4)
+        places.add((rows[0], columns[0]))
+    assert len(places) == 7 * 11  # anywhere, and nowhere partly outside
 
 
 def test_every_epoch_has_images_of_its_own_and_the_evaluated_ones_stay(tmp_path):

@@ -93,6 +93,16 @@ def line_of(task: Task, kind: str, contestant: str, **content: Any) -> Line:
     return {"kind": kind, "recipe": task.recipe(), "contestant": contestant, "settings": settings, **rest}
 
 
+def seconds_until(step: float, line: Line, way: str) -> float | None:
+    """Returns how long so many steps take by a line of times, if they were timed in this way."""
+    if way not in line["milliseconds"]:
+        return None
+    later = float(line["milliseconds"][way]["median"])
+    first = line["first"] if way == "eager" and "first" in line else {"steps": 0, "milliseconds": 0.0}
+    count = min(step, first["steps"])
+    return (count * float(first["milliseconds"]) + (step - count) * later) / 1e3
+
+
 def read_lines(path: Path) -> list[Line]:
     """Returns the lines of a file, plain or packed; one that was cut off is passed over."""
     opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open

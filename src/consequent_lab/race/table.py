@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from consequent_lab.race.contestants import CONTESTANTS
 from consequent_lab.race.curves import unpacked
 from consequent_lab.race.measures import Measure, TimeTo, shown
-from consequent_lab.race.results import Line, Results
+from consequent_lab.race.results import Line, Results, seconds_until
 
 NEAR_THE_END = 0.03  # of a knob's range, on its logarithmic scale
 WAYS = {"eager": "eager", "graph": "CUDA graph"}  # in which steps are timed, and their names
@@ -82,8 +82,16 @@ def headings(results: Results) -> list[str]:
         if isinstance(measure, TimeTo):
             until = str(measure).replace("steps", "seconds")
             heads += ["seconds"] if is_lone else [f"{until}, {name}" for name in names]
+    if not names:
+        return heads
+    first = _first_steps(results)
     together = "" if is_lone else f", {' / '.join(names)}"
-    return [*heads, f"ms a step{together}"] if names else heads
+    return [*heads, f"ms a step{together.replace('eager', f'eager ({first})') if first else together}"]
+
+
+def _first_steps(results: Results) -> str:
+    """Returns how many first steps of a run were timed by themselves, if any."""
+    return next((f"first {line['first']['steps']}" for line in results.lines if "first" in line), "")
 
 
 def rows(results: Results) -> list[Row]:
@@ -94,17 +102,17 @@ def rows(results: Results) -> list[Row]:
         finals = results.finals(name)
         if not finals:
             continue
-        times: dict[str, dict[str, float]] = next((line["milliseconds"] for line in results.of_kind("time", name)), {})
+        timed: Line = next(iter(results.of_kind("time", name)), {"milliseconds": {}})
         cells = []
         for measure in (results.task.measure, *results.task.reported):
             spread = spread_of(measure, finals)
             if isinstance(measure, TimeTo):
                 cells.append(spread.text(",.0f"))
-                cells += [_seconds(spread, times.get(way)) for way in ways]
+                cells += [_seconds(spread, timed, way) for way in ways]
             else:
                 cells.append(spread.text(".3g", measure.metric))
         if ways:
-            cells.append(" / ".join(f"{times[way]['median']:.3g}" if way in times else "–" for way in ways))
+            cells.append(" / ".join(_milliseconds(timed, way) for way in ways))
         scores = [results.task.measure.score(unpacked(line["curve"]), line["steps"]) for line in finals]
         seeds = "1 seed" if len(finals) == 1 else f"{len(finals)} seeds"
         row = Row(name, f"{settings_of(results, name)} ({seeds})", tuple(cells))
@@ -112,10 +120,17 @@ def rows(results: Results) -> list[Row]:
     return [row for _, row in sorted(found, key=lambda ranked: ranked[0])]
 
 
-def _seconds(spread: Spread, quartiles: dict[str, float] | None) -> str:
-    if quartiles is None or not math.isfinite(spread.median):
+def _seconds(spread: Spread, timed: Line, way: str) -> str:
+    seconds = seconds_until(spread.median, timed, way) if math.isfinite(spread.median) else None
+    return "–" if seconds is None else f"{seconds:.3g}"
+
+
+def _milliseconds(timed: Line, way: str) -> str:
+    """Returns those of a later step, and in brackets those of a first one, where both were timed."""
+    if way not in timed["milliseconds"]:
         return "–"
-    return f"{spread.median * quartiles['median'] / 1e3:.3g}"
+    first = f" ({timed['first']['milliseconds']:.3g})" if way == "eager" and "first" in timed else ""
+    return f"{timed['milliseconds'][way]['median']:.3g}{first}"
 
 
 def _ways(results: Results) -> list[str]:
@@ -146,7 +161,9 @@ def caption(results: Results) -> str:
         f"Settings by {results.task.measure} ({how}), then other seeds: median (lowest–highest).",
     ]
     if _ways(results):
-        sentences.append("Seconds are steps × the time of a step measured alone.")
+        first = _first_steps(results)
+        apart = f", eagerly the {first} by themselves" if first else ""
+        sentences.append(f"Seconds are steps × the time of a step measured alone{apart}.")
     if any("*" in row.settings for row in rows(results)):
         sentences.append("A star: at the end of the range that was searched.")
     missing = [name for name in results.task.contestants if not results.finals(name)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from consequent_lab.augmentation import moved_and_mirrored
+from consequent_lab.augmentation import augmented
 from consequent_lab.datasets import load_digits
 from consequent_lab.models import LanguageModel, mlp
 from consequent_lab.race import sources
@@ -96,12 +96,17 @@ RESNET_STARTS = {  # by benchmarks/resnet20_exploration.py
 
 def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
     """Returns images that are moved by up to 4 of their 32 pixels, half of them mirrored."""
-    return moved_and_mirrored(images, ("crop", "flip"), generator)
+    return augmented(images, ("crop", "flip"), generator)
 
 
-def resnet(augmented: bool) -> Task:
-    """Returns ResNet-20 on CIFAR-10: judged by test accuracy if augmented, else by how soon it knows all images."""
-    task = Task(
+def crop_flip_and_cutout(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns the same with a square of 8 by 8 pixels covered."""
+    return augmented(images, ("crop", "flip", "cutout"), generator)
+
+
+def resnet() -> Task:
+    """Returns ResNet-20 on CIFAR-10, augmented, judged by its test accuracy."""
+    return Task(
         name="resnet20-cifar10",
         title="ResNet-20 on CIFAR-10, augmented (crop, flip), without BatchNorm unless it says BN, batches of 128, "
         "bfloat16",
@@ -121,10 +126,38 @@ def resnet(augmented: bool) -> Task:
         searches_decay=True,
         starts=RESNET_STARTS,
     )
-    if augmented:
-        return task
+
+
+def resnet_in_20_epochs() -> Task:
+    """Returns the same with as many epochs as a trial of its search has."""
+    task = resnet()
     return replace(
         task,
+        name=f"{task.name}-20ep",
+        title=f"{task.title}, 20 epochs",
+        epochs=20,
+        search_epochs=None,
+        settings_from=task.name,
+    )
+
+
+def resnet_covered() -> Task:
+    """Returns the same with cutout besides."""
+    task = resnet()
+    return replace(
+        task,
+        name=f"{task.name}-cutout",
+        title=task.title.replace("crop, flip", "crop, flip, cutout"),
+        search_epochs=None,
+        augment=crop_flip_and_cutout,
+        settings_from=task.name,
+    )
+
+
+def resnet_by_heart() -> Task:
+    """Returns ResNet-20 on CIFAR-10 as it is, judged by how soon it knows all images."""
+    return replace(
+        resnet(),
         name="resnet20-cifar10-train",
         title="ResNet-20 on CIFAR-10 to 100 % training accuracy, without augmentation, batches of 128, bfloat16",
         evaluated=None,
@@ -291,8 +324,10 @@ TASKS = {
         perceptron("fashion-mnist", 32, FIRST_MLP),
         perceptron_tested(32),
         perceptron_tested(128),
-        resnet(augmented=True),
-        resnet(augmented=False),
+        resnet(),
+        resnet_in_20_epochs(),
+        resnet_covered(),
+        resnet_by_heart(),
         *(
             coordinates(kind, name, side, None if number == 0 else f"{kind}-{side}-{sources.PICTURES[0]}")
             for kind in ("siren", "fourier")

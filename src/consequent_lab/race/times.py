@@ -1,6 +1,11 @@
-"""How long a step of each contestant takes, alone on the machine, and how much memory it needs."""
+"""How long a step of each contestant takes, alone on the machine, and how much memory it needs.
 
-from collections.abc import Callable
+K-FAC and FOOF renew their factors at every one of their first steps, and then now and then. So eager steps are timed
+twice: the first ones of a run, and later ones.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -9,27 +14,35 @@ import torch
 
 from consequent_lab.graphs import WARM_UP_STEPS
 from consequent_lab.race.contestants import Contestant, Settings, contestant_named
+from consequent_lab.race.kronecker import FRESH
 from consequent_lab.race.results import Line, Results, line_of
 from consequent_lab.race.running import Conditions, data_of
 from consequent_lab.race.task import Task
 from consequent_lab.race.training import Run
 from consequent_lab.records import device_name
 from consequent_lab.samples import Data
-from consequent_lab.timing import Plan, Quartiles, made, measure, peak_memory, release_memory
+from consequent_lab.timing import Plan, Quartiles, made, measure, peak_memory, release_memory, seconds_per_step
 
-PERIOD = 100  # steps after which every contestant has done all that it does now and then
+PERIOD = 100  # later steps after which every contestant has done all that it does now and then
+FIRST_RUNS = 3  # of which the first steps are timed
 SLOWED = 1e-3  # the fraction of the learning rate that steps are timed with: a batch is learnt again and again
-PLAN = Plan(rounds=7, seconds=60, warm_up=WARM_UP_STEPS + 1, period=PERIOD)
+PLAN = Plan(rounds=5, seconds=60, warm_up=WARM_UP_STEPS + 1, period=PERIOD)
 DEMO_PLAN = Plan(rounds=9, seconds=4, sample_seconds=0.01)
 TINY_PLAN = Plan(rounds=5, seconds=1, sample_seconds=0.001, warm_up=WARM_UP_STEPS + 1)
 
 
 def times(
-    conditions: Conditions, names: list[str], results: Results, say: Callable[[str], None], plan: Plan = PLAN
+    conditions: Conditions,
+    names: list[str],
+    results: Results,
+    say: Callable[[str], None],
+    plan: Plan = PLAN,
+    first: int = FRESH,
 ) -> None:
     """Measures the contestants and keeps a line for each; those with a line are passed over.
 
-    Eager steps are timed one contestant after the other within a round, and so are CUDA graphs.
+    Eager steps are timed one contestant after the other within a round, and so are CUDA graphs. So many first ones of a
+    run are timed by themselves, when all that is compiled has been.
     """
     task = conditions.the_task()
     data = data_of(conditions, 0, search=False)
@@ -60,6 +73,10 @@ def times(
             errors |= timings.errors
             steps.clear()
             release_memory()
+            if way == "eager" and first:
+                live = {name: make for name, make in makers.items() if name not in errors}
+                for name, seconds in _of_first_steps(live, conditions.device, first).items():
+                    lines[name]["first"] = {"steps": first, "milliseconds": 1e3 * seconds}
         for name, message in errors.items():
             lines[name]["errors"][way] = message
     machine, day = device_name(conditions.device), datetime.now(UTC).date().isoformat()
@@ -69,6 +86,18 @@ def times(
         results.add(kept)
         medians = {how: f"{quartiles['median']:.3g} ms" for how, quartiles in kept["milliseconds"].items()}
         say(f"{name:11} {medians} {kept['errors'] or ''}")
+
+
+def _of_first_steps(
+    makers: Mapping[str, Callable[[], Callable[[], object]]], device: str, count: int
+) -> dict[str, float]:
+    """Returns how long each of the first steps takes, on average: the median of some runs, in turns."""
+    samples: dict[str, list[float]] = {name: [] for name in makers}
+    for _ in range(FIRST_RUNS):
+        for name, make in makers.items():
+            samples[name].append(seconds_per_step(make(), device, count))
+            release_memory()
+    return {name: statistics.median(found) for name, found in samples.items()}
 
 
 def step_of(task: Task, contestant: Contestant, settings: Settings, data: Data, graph: bool) -> Callable[[], object]:
