@@ -1,4 +1,4 @@
-"""A residual network without BatchNorm, by docs/recipes.md: its start, decay, warm-up, cosine, crops, averages."""
+"""A residual network without BatchNorm, by docs/recipes.md: start, decay, warm-up, cosine, crops, cutout, averages."""
 
 import math
 
@@ -47,6 +47,17 @@ def augmented(images, padding=4, flips=True):
     return padded[image.view(-1, 1, 1, 1), channel.view(1, -1, 1, 1), rows[:, None, :, None], columns[:, None, None, :]]
 
 
+def covered(images, side=8):
+    """Each image, ``[N, C, H, W]``, with a square of zeros somewhere in it."""
+    N, _, H, W = images.shape
+    device = images.device
+    top = torch.randint(H - side + 1, (N, 1), device=device)
+    left = torch.randint(W - side + 1, (N, 1), device=device)
+    rows, columns = torch.arange(H, device=device) - top, torch.arange(W, device=device) - left
+    inside = ((rows >= 0) & (rows < side))[:, None, :, None] & ((columns >= 0) & (columns < side))[:, None, None, :]
+    return images.masked_fill(inside, 0)
+
+
 class Block(nn.Module):
     """Two convolutions beside a shortcut."""
 
@@ -92,7 +103,7 @@ averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95))  # for 
 for epoch in range(epochs):
     for batch in torch.randperm(len(images), device=device).split(batch_size):
         optimizer.zero_grad()
-        inputs = augmented(images[batch], padding=1, flips=False)
+        inputs = covered(augmented(images[batch], padding=1, flips=False), side=2)
         loss = nn.functional.cross_entropy(model(inputs), labels[batch])
         loss.backward()
         optimizer.step()

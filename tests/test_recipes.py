@@ -80,7 +80,7 @@ def test_the_page_runs_from_top_to_bottom():
 
 def test_the_example_has_the_same_functions():
     example = functions_in((ROOT / "examples" / "without_batchnorm.py").read_text())
-    assert len(FUNCTIONS) == 4
+    assert len(FUNCTIONS) == 5
     assert example == FUNCTIONS
 
 
@@ -143,6 +143,20 @@ def test_augmented_images_are_crops(recipes, flips):
         assert len(matches) == 1
         kinds.add(matches[0])
     assert len(kinds) == (18 if flips else 9)
+
+
+def test_covered_images_have_one_square_of_zeros(recipes):
+    torch.manual_seed(0)
+    images = 1 + torch.rand(300, 2, 5, 4)
+    found = recipes["covered"](images, side=2)
+    places = set()
+    for image, new in zip(images, found, strict=True):
+        rows, columns = (new[0] == 0).nonzero().T.tolist()
+        top, left = min(rows), min(columns)
+        image[:, top : top + 2, left : left + 2] = 0
+        assert torch.equal(image, new)
+        places.add((top, left))
+    assert len(places) == 4 * 3
 
 
 @pytest.mark.parametrize("when", ["before attaching", "after"])
