@@ -1,0 +1,145 @@
+"""What docs/race.md says of ResNet-20 is in results/race."""
+
+import json
+import re
+import statistics
+
+import pytest
+from race_page import BEST_TEST, RACE, RESNET, ROOT, TEXT, N, arrivals, ends
+
+from consequent_lab.race.curves import unpacked
+from consequent_lab.race.results import Results
+from consequent_lab.race.table import spread_of
+from consequent_lab.race.tasks import TASKS
+
+
+def percent(values):
+    return [f"{100 * value:.4g}" for value in sorted(values)]
+
+
+def test_the_race_of_resnet20_is_in_its_file():
+    results = RESNET
+    ours, theirs = (spread_of(results.task.measure, results.finals(name)) for name in ("C-Nesterov", "Nesterov-BN"))
+    assert f"[{100 * ours.median:.4g} % after 100]" in TEXT
+    assert f"ends {100 * (theirs.median - ours.median):.2g} points below" in TEXT
+    assert len(ours.values) == len(theirs.values) == 3
+    assert max(ours.values) < min(theirs.values)
+    assert sum(value >= 0.9125 for value in theirs.values) == 1
+    assert {len(results.trials(name)) for name in ("C-Nesterov", "Nesterov-BN")} == {12}
+    assert {results.best(name)["number"] for name in ("C-Nesterov", "Nesterov-BN")} == {0}
+
+
+def test_the_race_of_resnet20_in_20_epochs_and_with_cutout():
+    spreads = {
+        name: [
+            spread_of(results.task.measure, results.finals(contestant)) for contestant in ("C-Nesterov", "Nesterov-BN")
+        ]
+        for name in ("20ep", "cutout")
+        for results in [Results.of(TASKS[f"resnet20-cifar10-{name}"], RACE.output)]
+    }
+    ours, theirs = spreads["20ep"]
+    assert (len(ours.values), len(theirs.values)) == (5, 5)
+    assert min(ours.values) > max(theirs.values)
+    ahead = f"{100 * (ours.median - theirs.median):.3g}"
+    assert f"**After 20 epochs it is ahead**, by {ahead} points" in TEXT
+    ours, theirs = spreads["cutout"]
+    assert (len(ours.values), len(theirs.values)) == (3, 3)
+    assert min(ours.values) > 0.9125
+    assert max(ours.values) < min(theirs.values)
+    assert sum(value >= 0.92 for value in theirs.values) == 1
+    behind = f"{100 * (theirs.median - ours.median):.2g}"
+    assert f"{behind} below with cutout, and {ahead} above after 20 epochs" in TEXT
+    both = [f"{100 * one.median:.4g} %" for one in (ours, theirs)]
+    assert "With cutout it is, at {}, but with BatchNorm cutout gives {}".format(*both) in TEXT
+    assert f"**With cutout the first is**: {both[0]}, all three seeds above it" in TEXT
+    assert f"with BatchNorm it gives {both[1]}, and all of its seeds are ahead, one of them above 92 %" in TEXT
+    decay = RESNET.best("Nesterov-BN")["settings"]["decay"]
+    more = [line for line in RESNET.trials("Nesterov-BN") if line["settings"]["decay"] > decay]
+    assert {line["state"] for line in more} == {"pruned"}
+    assert TASKS["resnet20-cifar10-20ep"].epochs == RESNET.task.search_epochs
+
+
+def test_resnet20_to_all_of_its_training_images():
+    results = Results.of(TASKS["resnet20-cifar10-train"], RACE.output)
+    ours, theirs = (arrivals(results, name) for name in ("C-Nesterov", "Nesterov-BN"))
+    assert len(ours) == len(theirs) == 3
+    assert max(ours) < min(theirs)
+    assert f"after {statistics.median(ours) / statistics.median(theirs):.2f} of the steps" in TEXT
+    best = [spread_of(BEST_TEST, results.finals(n)).median for n in ("Nesterov-BN", "C-Nesterov")]
+    assert f"{100 * (best[0] - best[1]):.0f} points fewer of the test images" in TEXT
+    assert f"**Lost: test accuracy**, by {100 * (best[0] - best[1]):.0f} points" in TEXT
+    first, second = results.trials("Muon-BN")
+    assert f"arrived after {results.task.measure.arrival(unpacked(first['curve'])):,} steps" in TEXT
+    assert second["state"] == "pruned"
+
+
+def explored():
+    """The single runs before the race of ResNet-20, and the settings that C-Nesterov has in it."""
+    path = ROOT / "results" / "resnet20-exploration.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()], RESNET.best("C-Nesterov")["settings"]
+
+
+def test_what_60_epochs_gave_is_in_the_file_of_single_runs():
+    lines, settings = explored()
+    long = [line for line in lines if line["whole"] and line["epochs"] == 60 and line.get("half")]
+    shorter = {
+        name: [line["curve"][-1]["test_accuracy"] for line in long if (line["contestant"], line["settings"]) == key]
+        for name, key in {
+            "C-": ("C-Nesterov", settings),
+            "BN": ("Nesterov-BN", RESNET.best("Nesterov-BN")["settings"]),
+        }.items()
+    }
+    said = re.search(
+        rf"ended at {N} % \({N}, {N}, {N}\), and with BatchNorm at {N} % \({N}, {N}\)\. "
+        rf"So BatchNorm gains {N} points from 60 to 100 epochs, the other {N}",
+        TEXT,
+    ).groups()
+    medians = {name: statistics.median(found) for name, found in shorter.items()}
+    assert list(said[:7]) == [
+        *percent([medians["C-"]]),
+        *percent(shorter["C-"]),
+        *percent([medians["BN"]]),
+        *percent(shorter["BN"]),
+    ]
+    after_100 = ends("resnet20-cifar10")
+    gains = [100 * (after_100["Nesterov-BN"] - medians["BN"]), 100 * (after_100["C-Nesterov"] - medians["C-"])]
+    assert [float(number) for number in said[7:]] == pytest.approx(gains, abs=0.005)
+    half = [line["curve"][-1]["test_accuracy"] for line in long if line["settings"] == settings | {"decay": 5e-4}]
+    assert f"Half the decay ended at {' '.join(percent(half))} % after 60, one run" in TEXT
+
+
+def test_what_10_epochs_gave_is_in_the_file_of_single_runs():
+    lines, settings = explored()
+    short = [line for line in lines if line["epochs"] == 10 and line.get("half") and not line["whole"]]
+    with_start = {
+        start: 100 * line["curve"][-1]["test_accuracy"]
+        for start in ("zero", "tenth", "same")
+        for line in short
+        if line["start"] == start and line["settings"] == settings
+    }
+    said = re.search(r"end at ([\d.]+) %; with a tenth [^;]* at ([\d.]+) %; with zeros only .*? at ([\d.]+) %", TEXT)
+    assert list(said.groups()) == [f"{accuracy:.4g}" for accuracy in with_start.values()]
+    decays = {
+        line["settings"]["decay"]: line["curve"][-1]["test_accuracy"]
+        for line in short
+        if line["start"] == "tenth" and line["settings"] == settings | {"decay": line["settings"]["decay"]}
+    }
+    assert f"{' % to '.join(percent([decays[2e-4], decays[2e-3]]))} % between decays" in TEXT
+    counts = re.search(r"C-Nesterov's in (\d+) of them, BatchNorm's in (\w+), with one rate", TEXT).groups()
+    with_norm = [line for line in lines if line["contestant"] == "Nesterov-BN"]
+    assert counts == (str(sum(line["contestant"] == "C-Nesterov" for line in lines)), {6: "six"}[len(with_norm)])
+    assert {line["settings"]["lr"] for line in with_norm} == {0.1}
+    plain = {
+        line["contestant"]: line["curve"][-1]["test_accuracy"]
+        for line in short
+        if line["start"] == ("same" if line["contestant"].endswith("-BN") else "tenth")
+        and line["settings"].get("decay") != 5e-5
+    }
+    said = re.search(
+        rf"Muon {N} %, where [^;]* {N} %; AdamW {N} %, Nesterov {N} %; Nesterov with BatchNorm {N} %", TEXT
+    )
+    names = ("Muon", "AdamW", "Nesterov", "Nesterov-BN")
+    muon, *others = (f"{100 * plain[name]:.4g}" for name in names)
+    assert list(said.groups()) == [muon, f"{with_start['tenth']:.4g}", *others]
+    with_zeros = [line["curve"][-1] for line in lines if line["whole"] and line["start"] == "zero"]
+    assert f"and ended at {100 * max(end['test_accuracy'] for end in with_zeros):.1f} % at best" in TEXT

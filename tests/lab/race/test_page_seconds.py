@@ -1,0 +1,76 @@
+"""What docs/race.md says of seconds is in results/race."""
+
+import re
+import statistics
+
+import pytest
+from race_page import CHINA, MLP, PERCEPTRONS, ROOT, TEXT, N, arrivals, milliseconds
+
+from consequent_lab.race.contestants import CONTESTANTS
+from consequent_lab.race.results import seconds_until
+
+
+def test_costs_of_steps_are_those_that_were_measured():
+    def costs(batch, how):
+        results = PERCEPTRONS[batch]
+        ratios = [
+            milliseconds(results, f"C-{name}", how) / milliseconds(results, name, how)
+            for name in ("SGD", "Nesterov", "Adam")
+        ]
+        muon = milliseconds(results, "Muon", how) / milliseconds(results, "Adam", how)
+        return [f"{ratio:.1f}" for ratio in (min(ratios), max(ratios), muon)]
+
+    words = r"cost ([\d.]+) to ([\d.]+) times those of the plain optimisers at 32, and Muon's ([\d.]+) times"
+    assert list(re.search(words, TEXT).groups()) == costs(32, "eager")
+    assert list(re.search(r"at 128 it is ([\d.]+) to ([\d.]+) and ([\d.]+) times", TEXT).groups()) == costs(
+        128, "eager"
+    )
+    words = r"In CUDA graphs at 128 ours cost ([\d.]+) to ([\d.]+) plain ones, Muon's ([\d.]+)\."
+    assert list(re.search(words, TEXT).groups()) == costs(128, "graph")
+    words = r"a step of C-Adam costs ([\d.]+) plain ones eagerly and ([\d.]+) in a graph"
+    on_china = [milliseconds(CHINA, "C-Adam", how) / milliseconds(CHINA, "Adam", how) for how in ("eager", "graph")]
+    assert list(re.search(words, TEXT).groups()) == [f"{ratio:.1f}" for ratio in on_china]
+    assert [line["graph"] for line in MLP.finals("C-Adam")].count(False) == 1
+
+
+def seconds_to_target(results, name, how="eager"):
+    return seconds_until(statistics.median(arrivals(results, name)), results.of_kind("time", name)[0], how)
+
+
+def test_who_is_first_in_seconds():
+    for batch in (32, 128):
+        results = PERCEPTRONS[batch]
+        timed = [name for name in CONTESTANTS if results.of_kind("time", name) and all(arrivals(results, name))]
+        assert {"C-Adam", "C-SGD", "C-Nesterov", "Muon", "FOOF", "C-Adam-averaged"} <= {*timed}
+        for how, first in (("eager", "C-Adam-averaged"), ("graph", "C-SGD")):
+            seconds = {name: found for name in timed if (found := seconds_to_target(results, name, how)) is not None}
+            assert min(seconds, key=seconds.get) == first
+    assert seconds["Muon"] / seconds["C-SGD"] == pytest.approx(3, abs=0.1)
+    assert seconds_to_target(PERCEPTRONS[128], "SOAP") > seconds_to_target(PERCEPTRONS[128], "Muon")
+    assert min(arrivals(PERCEPTRONS[128], "SOAP")) > max(arrivals(PERCEPTRONS[128], "Muon"))
+
+
+def test_seconds_of_foof_and_of_averages_are_in_the_results():
+    races = [PERCEPTRONS[32], PERCEPTRONS[128]]
+    names = ("C-Adam-averaged", "FOOF", "C-SGD", "C-Adam")
+    of = {name: [f"{seconds_to_target(results, name):.3g}" for results in races] for name in names}
+    said = re.search(
+        rf"C-Adam-averaged arrives after {N} and {N} s at 32 and 128, FOOF after {N} and {N}, C-SGD after {N} and "
+        rf"{N}\. FOOF's first (\d+) steps, .*? take {N} and {N} ms, later ones {N} and {N};",
+        TEXT,
+    ).groups()
+    assert list(said[:6]) == [one for name in names[:3] for one in of[name]]
+    lines = [results.of_kind("time", "FOOF")[0] for results in races]
+    assert {line["first"]["steps"] for line in lines} == {int(said[6])}
+    assert list(said[7:9]) == [f"{line['first']['milliseconds']:.3g}" for line in lines]
+    assert list(said[9:]) == [f"{milliseconds(results, 'FOOF'):.3g}" for results in races]
+    nearest = seconds_to_target(PERCEPTRONS[128], "C-Nesterov-averaged")
+    assert f"C-Nesterov-averaged, with 406 steps and {nearest:.3g} s at 128" in TEXT
+    assert "{} and {} s at 32 and 128, FOOF {} and {}.".format(*of["C-Adam-averaged"], *of["FOOF"]) in TEXT
+    choosing = " ".join((ROOT / "docs" / "choosing.md").read_text().split())
+    assert f"at 32 ({of['C-Adam-averaged'][0]} s, C-SGD {of['C-SGD'][0]})" in choosing
+    assert f"at 128 ({of['C-Adam-averaged'][1]} s, C-SGD {of['C-SGD'][1]}, C-Adam {of['C-Adam'][1]})" in choosing
+    for results in races:  # of one day
+        timed = [line for line in results.lines if line["kind"] == "time"]
+        assert len({line["contestant"] for line in timed}) == len(timed)
+        assert len({line["date"] for line in timed}) == 1
