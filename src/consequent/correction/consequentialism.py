@@ -24,7 +24,7 @@ from consequent.foresight import Foresight
 from consequent.maths.bound import DEFAULT as BOUND
 from consequent.maths.checks import check_damping
 from consequent.maths.damping import DEFAULT, Damping
-from consequent.options.arguments import refusing_unknown
+from consequent.options.arguments import refuse_unknown_attribute, refusing_unknown
 from consequent.options.loss_divisor import LossDivisor, named
 from consequent.options.parameter_groups import Groups, damping_in, largest_block_in
 from consequent.options.selection import Patterns, listed
@@ -100,6 +100,8 @@ class Consequentialism:
             its own inputs, and costs less.
     """
 
+    _is_made = False  # whether attributes are set by users now
+
     @refusing_unknown
     def __init__(
         self,
@@ -171,6 +173,15 @@ class Consequentialism:
             except BaseException:
                 self._stop_watching()
                 raise
+        self._is_made = True
+
+    if not TYPE_CHECKING:  # for whom a class with this method would have any attribute
+
+        def __setattr__(self, name: str, value: object) -> None:
+            """Set what may be set; a subclass may have attributes of its own."""
+            if self._is_made and type(self) is Consequentialism:
+                refuse_unknown_attribute(Consequentialism, name)
+            super().__setattr__(name, value)
 
     # ---- attaching ----------------------------------------------------------------------------------------------
 
