@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from consequent.capture.at_backward import BackwardCorrector
 from consequent.capture.at_step import StepCorrector
 from consequent.capture.capture import Capture, Corrector
+from consequent.capture.loss_watch import LossWatch
 from consequent.capture.torch_internals import backward_pass_id
 from consequent.correction.backward_passes import BackwardPasses
 from consequent.correction.first_step import FirstStep
@@ -68,8 +69,8 @@ class Consequentialism:
             weights seen; on a GPU the step waits for that count. ``"mse"``: half of the elements of the model's
             outputs, for the default ``F.mse_loss``, which has no ½. ``"tokens"``: all positions of outputs
             ``[…, classes]``. A loss function of torch, as it divides the model's outputs by default. Or the loss's own
-            divisor: a number, or a function of the number of samples. Where the first step finds ``"mean"``
-            implausible, it warns.
+            divisor: a number, or a function of the number of samples. Where the first step finds ``"mean"`` or
+            ``"tokens"`` implausible, it warns.
         include: which layers to correct: module types, names or compiled regular expressions. None: all that can be,
             embeddings aside.
         exclude: which to leave out, likewise.
@@ -154,8 +155,8 @@ class Consequentialism:
         capture = self._capture = Capture(
             inner, layers.selection.corrected, wants=groups.owns, listener=corrector, before_entry=self._before_entry
         )
-        capture.entries.looks_at_positions = loss_reduction == "mean"
         loss = self._loss = LossDivisor(loss_reduction, capture.entries)
+        capture.entries.loss_watch = LossWatch(lambda: loss.taken_over)
         rewriter = self._rewriter = Rewriter(
             capture, at_step, groups, reports, averages, foresight=foresight, bound=bound
         )

@@ -17,7 +17,7 @@ from consequent.capture.entry_hooks import EntryHook, drop_inert_hooks
 from consequent.capture.samples import Entries, joined
 from consequent.capture.torch_internals import graph_is_being_captured, transforms_are_active
 from consequent.capture.use import Entry
-from consequent.options.criteria import divisor_of_call, divisor_of_outputs, is_loss_function
+from consequent.options.criteria import divisor_of_call, divisor_of_outputs, is_loss_function, is_loss_of_classes
 from consequent.options.settings import LossReduction
 
 
@@ -53,6 +53,13 @@ class LossDivisor:
         """Whether more than N is needed: outputs or calls of a criterion."""
         reduction = self.reduction
         return reduction in ("mse", "tokens") or isinstance(reduction, nn.Module) or is_loss_function(reduction)
+
+    @property
+    def taken_over(self) -> str | None:
+        """What the loss is taken for a mean over, ``"samples"`` or ``"positions"``, where that may be doubted."""
+        if self.reduction == "mean":
+            return "samples"
+        return "positions" if self.reduction == "tokens" or is_loss_of_classes(self.reduction) else None
 
     @property
     def source(self) -> str:
