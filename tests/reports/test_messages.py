@@ -150,6 +150,7 @@ def test_a_count_that_is_not_there_yet_is_not_waited_for(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("width", [4, 600])
 def test_a_gpu_that_skips_steps_is_told_of_without_waiting(width):
     torch.manual_seed(0)
