@@ -328,6 +328,7 @@ NO_SUMS = {
     "focal-by-weights": lambda z: (torch.full((5,), 0.2) * focal(z)).sum(),
     "focal-by-inner-weights": lambda z: ((0.2 * focal(z)) * of_classes(z, reduction="none")).sum(),
     "smoothed": lambda z: of_classes(z, reduction="sum", label_smoothing=0.1) / 5,
+    "multiplied-by-torch": lambda z: of_classes(z, reduction="sum", label_smoothing=0.6),  # by 0.4, and may be by 0.2
     "smoothed-mean": lambda z: of_classes(z, label_smoothing=0.1),
     "probabilities": lambda z: functional.cross_entropy(z, probabilities()),
     "means-of-heads": lambda z: torch.stack([of_classes(z[:, :4]), z.square().sum(1).mean()]).sum(),
