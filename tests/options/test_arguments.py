@@ -1,6 +1,9 @@
-"""All arguments are written out, documented, and unknown ones refused with the nearest known one."""
+"""All arguments are written out, documented, and unknown ones refused with the nearest known one; so are attributes."""
 
+import copy
 import inspect
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -104,3 +107,56 @@ def test_dampening_is_momentum_s_where_there_is_momentum():
 def test_help_names_all_public_names():
     for name in consequent.__all__:
         assert f"``{name}" in consequent.__doc__, name
+
+
+def attached():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return consequent.attach(optimizer, model), optimizer
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dampnig", "has no attribute 'dampnig' that can be set; did you mean damping?"),
+        ("loss_reducton", "'loss_reducton'.*did you mean loss_reduction?"),
+        ("Bound", "did you mean bound?"),
+        ("lr", "'lr' that can be set; those that can are damping, relative_damping, largest_block, bound, check, loss"),
+        ("at", "at of a Consequentialism cannot be changed any more.*attach anew with at=…"),
+        ("averaging", "averaging of a .*cannot be changed"),
+        ("foresight", "foresight of a .*cannot be changed"),
+        ("exclude", "exclude of a .*cannot be changed"),
+        ("samples", "samples"),  # Python's own words
+    ],
+)
+def test_setting_an_attribute_that_would_have_no_effect_is_an_error(name, message):
+    correction, _ = attached()
+    before = dict(vars(correction))
+    with pytest.raises(AttributeError, match=message):
+        setattr(correction, name, 0.3)
+    assert vars(correction) == before
+
+
+def test_what_may_be_set_can_be_set():
+    correction, _ = attached()
+    settable = {name for name, value in vars(type(correction)).items() if getattr(value, "fset", None) is not None}
+    values = {"damping": 0.3, "relative_damping": 0.2, "largest_block": 4, "bound": None, "check": True}
+    values |= {"loss_reduction": "sum"}
+    assert settable == set(values)
+    for name, value in values.items():
+        setattr(correction, name, value)
+        assert getattr(correction, name) == value
+    correction.detach = correction.detach  # a method may be replaced, as in tests of users
+    assert weakref.ref(correction)() is correction
+    assert copy.deepcopy(correction) is copy.copy(correction) is pickle.loads(pickle.dumps(correction)) is None
+
+
+def test_a_subclass_may_have_attributes_of_its_own():
+    class Named(consequent.Consequentialism):
+        def __init__(self, model, name):
+            super().__init__(model)
+            self.name = name
+
+    named = Named(nn.Linear(2, 2), "mine")
+    named.dampnig, named.damping = 1, 0.3
+    assert (named.name, named.dampnig, named.damping) == ("mine", 1, 0.3)

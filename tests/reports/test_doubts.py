@@ -1,5 +1,6 @@
 """An N that can hardly be what the loss was averaged over is told of once; ordinary models are left in peace."""
 
+import functools
 import gc
 import re
 import warnings
@@ -268,3 +269,251 @@ def test_other_losses_of_several_numbers_a_sample_are_left_in_peace(name):
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_a_mean_over_one_or_two_numbers_a_sample_is_nearly_one_over_samples(outputs):
     assert warnings_of(dense(outputs), lambda model: functional.mse_loss(model(INPUTS), TARGETS[:, :outputs])) == []
+
+
+# ---- sums -----------------------------------------------------------------------------------------------------------
+
+CLASSES = torch.arange(5) % 4
+SUMMED = r"over 5 samples.*; but it is a sum over them.*5 times too long.*loss_reduction=\"sum\""
+
+
+def of_classes(outputs, **options):
+    return functional.cross_entropy(outputs, CLASSES, **options)
+
+
+def focal(outputs):
+    each = of_classes(outputs, reduction="none")
+    return (1 - torch.exp(-each)).square() * each
+
+
+def probabilities():
+    return TARGETS / TARGETS.sum(1, keepdim=True)
+
+
+SUMS = {
+    "cross-entropy": lambda z: of_classes(z, reduction="sum"),
+    "module": lambda z: nn.CrossEntropyLoss(reduction="sum")(z, CLASSES),
+    "none-then-sum": lambda z: of_classes(z, reduction="none").sum(),
+    "smoothed": lambda z: of_classes(z, reduction="sum", label_smoothing=0.1),
+    "smoothed-and-weighted": lambda z: of_classes(z, reduction="sum", label_smoothing=0.1, weight=torch.ones(4)),
+    "class-weights": lambda z: of_classes(z, reduction="sum", weight=torch.arange(1.0, 5.0)),
+    "probabilities": lambda z: functional.cross_entropy(z, probabilities(), reduction="sum"),
+    "nll": lambda z: functional.nll_loss(z.log_softmax(1), CLASSES, reduction="sum"),
+    "by-hand": lambda z: -z.log_softmax(1).gather(1, CLASSES[:, None]).sum(),
+    "by-index": lambda z: -z.log_softmax(1)[torch.arange(5), CLASSES].sum(0),
+    "focal": lambda z: focal(z).sum(),
+    "mse": lambda z: functional.mse_loss(z, TARGETS, reduction="sum"),
+    "mse-none": lambda z: functional.mse_loss(z, TARGETS, reduction="none").sum(1).sum(),
+    "squares-by-hand": lambda z: ((z - TARGETS) ** 2).sum(),
+    "l1": lambda z: functional.l1_loss(z, TARGETS, reduction="sum"),
+    "huber": lambda z: functional.huber_loss(z, TARGETS, reduction="sum"),
+    "bce": lambda z: functional.binary_cross_entropy(z.sigmoid(), TARGETS, reduction="sum"),
+    "bce-with-logits": lambda z: functional.binary_cross_entropy_with_logits(z, TARGETS, reduction="sum"),
+    "kl": lambda z: functional.kl_div(z.log_softmax(1), probabilities(), reduction="sum"),
+    "poisson": lambda z: functional.poisson_nll_loss(z, TARGETS, reduction="sum"),
+    "margins": lambda z: functional.multi_margin_loss(z, CLASSES, reduction="sum"),
+    "and-a-penalty": lambda z: of_classes(z, reduction="sum") + 0.001 * z.square().sum(),
+    "ignored": lambda z: functional.cross_entropy(z, CLASSES, reduction="sum", ignore_index=1),
+    "many-ways": lambda z: functools.reduce(lambda ones, _: ones * ones, range(24), z - z.detach() + 1).sum(),
+}
+NO_SUMS = {
+    "mean": of_classes,
+    "divided": lambda z: of_classes(z, reduction="sum") / 5,
+    "divided-in-place": lambda z: of_classes(z, reduction="sum").div_(5),
+    "multiplied": lambda z: of_classes(z, reduction="sum") * 0.2,
+    "multiplied-from-the-left": lambda z: 0.2 * of_classes(z, reduction="sum"),
+    "divided-by-a-tensor": lambda z: of_classes(z, reduction="none").sum() / torch.tensor(5),
+    "divided-before": lambda z: (of_classes(z, reduction="none") / 5).sum(),
+    "by-normalised-weights": lambda z: (torch.full((5,), 0.2) * of_classes(z, reduction="none")).sum(),
+    "focal-by-weights": lambda z: (torch.full((5,), 0.2) * focal(z)).sum(),
+    "focal-by-inner-weights": lambda z: ((0.2 * focal(z)) * of_classes(z, reduction="none")).sum(),
+    "smoothed": lambda z: of_classes(z, reduction="sum", label_smoothing=0.1) / 5,
+    "multiplied-by-torch": lambda z: of_classes(z, reduction="sum", label_smoothing=0.6),  # by 0.4, and may be by 0.2
+    "smoothed-mean": lambda z: of_classes(z, label_smoothing=0.1),
+    "probabilities": lambda z: functional.cross_entropy(z, probabilities()),
+    "means-of-heads": lambda z: torch.stack([of_classes(z[:, :4]), z.square().sum(1).mean()]).sum(),
+    "a-sum-over-outputs": lambda z: functional.mse_loss(z, TARGETS, reduction="none").sum(1).mean(),
+    "a-mean-over-samples": lambda z: functional.mse_loss(z, TARGETS, reduction="none").mean(0).sum(),
+    "of-a-mean": lambda z: functional.mse_loss(z.mean(0), TARGETS.mean(0), reduction="sum"),
+    "batchmean": lambda z: functional.kl_div(z.log_softmax(1), probabilities(), reduction="batchmean"),
+    "a-penalty": lambda z: of_classes(z) + 0.001 * z.square().sum(),
+    "no-targets": lambda z: z.square().sum(),
+    "similarities": lambda z: functional.cross_entropy(z @ z.T, torch.arange(5).roll(1), reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("at", ["step", "backward"])
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_over_samples_is_told_of_once(name, at):
+    (message,) = warnings_of(dense(4), lambda model: SUMS[name](model(INPUTS)), at=at)
+    assert re.search(SUMMED, message), message
+    assert "loss_reduction=criterion" in message
+    assert warnings_of(dense(4), lambda model: SUMS[name](model(INPUTS)), at=at, loss_reduction="sum") == []
+
+
+@pytest.mark.parametrize("at", ["step", "backward"])
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_who_divides_a_sum_is_left_in_peace(name, at):
+    assert warnings_of(dense(4), lambda model: NO_SUMS[name](model(INPUTS)), at=at) == []
+
+
+def test_a_sum_over_one_sample_is_its_mean():
+    assert warnings_of(dense(4), lambda m: functional.mse_loss(m(INPUTS[:1]), TARGETS[:1], reduction="sum")) == []
+
+
+def test_a_sum_over_tokens_is_told_of():
+    (message,) = warnings_of(Tokens(), lambda m: cross_entropy(m(SEQUENCES), reduction="sum"))
+    assert "a sum over them" in message
+
+
+def test_who_gives_a_gradient_to_backward_may_have_divided_by_it():
+    model = dense(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    consequent.attach(optimizer, model)
+    of_classes(model(INPUTS), reduction="sum").backward(torch.tensor(0.2))
+    optimizer.step()  # and a warning would be an error
+
+
+def scaled_step(loss_of, *, at="step", by_hand=False, **options):
+    model = dense(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    consequent.attach(optimizer, model, at=at)
+    scaler = torch.amp.GradScaler("cpu", **options)
+    scaler.scale(loss_of(model(INPUTS))).backward()
+    if by_hand:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def test_a_scaler_hides_a_sum_only_where_it_does_not_make_the_step():
+    with pytest.warns(consequent.ConsequentWarning, match="a sum over them"):
+        scaled_step(SUMS["cross-entropy"])
+    with pytest.warns(consequent.ConsequentWarning, match="a sum over them"):
+        scaled_step(SUMS["cross-entropy"], enabled=False)
+    scaled_step(SUMS["cross-entropy"], by_hand=True)
+    scaled_step(SUMS["cross-entropy"], at="backward")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_who_divides_a_sum_that_is_scaled_is_left_in_peace(name, enabled):
+    scaled_step(NO_SUMS[name], enabled=enabled)
+
+
+# ---- labels that do not count ---------------------------------------------------------------------------------------
+
+SOME = torch.tensor([0, 1, -100, 3, -100])
+MASK = SOME >= 0
+FEWER = {
+    "ignored": lambda z: functional.cross_entropy(z, SOME),
+    "module": lambda z: nn.CrossEntropyLoss()(z, SOME),
+    "smoothed": lambda z: functional.cross_entropy(z, SOME, label_smoothing=0.1),
+    "weights": lambda z: functional.cross_entropy(z, SOME, weight=torch.arange(1.0, 5.0)),
+    "another-index-and-a-weight-of-zero": lambda z: functional.cross_entropy(
+        z, SOME.clamp(min=0), weight=torch.tensor([1.0, 1, 1, 0]), ignore_index=1
+    ),
+    "nll": lambda z: functional.nll_loss(z.log_softmax(1), SOME),
+    "scaled": lambda z: 1000 * functional.cross_entropy(z, SOME),
+    "a-mask": lambda z: functional.cross_entropy(z[MASK], SOME[MASK]),
+    "chosen": lambda z: functional.cross_entropy(z.index_select(0, torch.tensor([0, 1, 4])), SOME[[0, 1, 3]]),
+    "a-mask-of-losses": lambda z: functional.cross_entropy(z, SOME.clamp(min=0), reduction="none")[MASK].mean(),
+    "a-mask-of-numbers": lambda z: (z[:, 0] - TARGETS[:, 0])[MASK].square().mean(),
+}
+ALL_COUNT = {
+    "classes": of_classes,
+    "divided-by-all": lambda z: functional.cross_entropy(z, SOME, reduction="sum") / 5,
+    "a-mask-divided-by-all": lambda z: (functional.cross_entropy(z, CLASSES, reduction="none") * MASK).sum() / 5,
+    "class-weights": lambda z: of_classes(z, weight=torch.arange(1.0, 5.0)),
+    "satisfied-margins": lambda z: functional.relu(-9 - z[torch.arange(5), CLASSES]).mean() + 0 * z.sum(),
+    "chosen-outputs": lambda z: functional.mse_loss(z[torch.arange(5), CLASSES], TARGETS[:, 0]),
+    "none-counts": lambda z: 0 * z.sum() + functional.cross_entropy(z, torch.full((5,), -100)).nan_to_num(),
+}
+
+
+@pytest.mark.parametrize("at", ["step", "backward"])
+@pytest.mark.parametrize("name", FEWER)
+def test_labels_that_are_ignored_or_left_out_are_told_of_once(name, at):
+    (message,) = warnings_of(dense(4), lambda model: FEWER[name](model(INPUTS)), at=at)
+    assert re.search(r"mean over 5 samples.*; but it is one over 3 of them only.*loss_reduction=criterion", message)
+    assert warnings_of(dense(4), lambda model: FEWER[name](model(INPUTS)), at=at, loss_reduction=3) == []
+
+
+@pytest.mark.parametrize("at", ["step", "backward"])
+@pytest.mark.parametrize("name", ALL_COUNT)
+def test_where_all_labels_count_nothing_is_said(name, at):
+    assert warnings_of(dense(4), lambda model: ALL_COUNT[name](model(INPUTS)), at=at) == []
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_tokens_that_are_ignored_are_told_of(flat):
+    labels = LABELS.clone()
+    labels[:, 4:] = -100
+
+    def loss_of(model, labels=labels):
+        outputs = model(SEQUENCES)
+        if flat:
+            return functional.cross_entropy(outputs.view(-1, 5), labels.view(-1))
+        return functional.cross_entropy(outputs.mT, labels)
+
+    (message,) = warnings_of(Tokens(), loss_of, loss_reduction="tokens")
+    assert re.search(r"all 24 positions of the outputs \[4, 6, 5\]; but it is one over 16 of them only", message)
+    assert "loss_reduction=criterion" in message
+    assert warnings_of(Tokens(), lambda m: loss_of(m, LABELS), loss_reduction="tokens") == []
+    for some in (LABELS[:, -1:], LABELS[:1, -2:]):  # where the next token is the label the last has none; and a few
+        few = LABELS.clone()
+        few[: len(some), -some.size(1) :] = -100
+        assert warnings_of(Tokens(), lambda m, few=few: loss_of(m, few), loss_reduction="tokens") == []
+
+
+def test_so_are_labels_where_the_function_was_given():
+    loss_of = FEWER["ignored"]
+    (message,) = warnings_of(dense(4), lambda m: loss_of(m(INPUTS)), loss_reduction=functional.cross_entropy)
+    assert "all 5 positions of the outputs [5, 4]; but it is one over 3 of them only" in message
+
+
+def test_a_criterion_that_was_given_counts_itself():
+    criterion = nn.CrossEntropyLoss()
+    assert warnings_of(dense(4), lambda m: criterion(m(INPUTS), SOME), loss_reduction=criterion) == []
+
+
+def test_in_float16_a_gradient_of_zero_may_be_rounding():
+    model = nn.Sequential(dense(4), Halved())
+    assert warnings_of(model, lambda m: functional.cross_entropy(m(INPUTS).float(), SOME)) == []
+
+
+class Halved(nn.Module):
+    def forward(self, x):
+        return x.half()
+
+
+# ---- means by hand --------------------------------------------------------------------------------------------------
+
+MEANS_BY_HAND = {
+    "squares": lambda z: ((z - TARGETS) ** 2).mean(),
+    "absolute": lambda z: (z - TARGETS).abs().mean(),
+    "l1": lambda z: functional.l1_loss(z, TARGETS),
+    "of-none": lambda z: functional.binary_cross_entropy_with_logits(z, TARGETS, reduction="none").mean(),
+    "poisson": lambda z: functional.poisson_nll_loss(z, TARGETS),
+}
+OTHER_MEANS_BY_HAND = {
+    "of-sums": lambda z: (z - TARGETS).square().sum(1).mean(),
+    "multiplied": lambda z: 4 * (z - TARGETS).square().mean(),
+    "weighted": lambda z: (TARGETS * (z - TARGETS).square()).mean(),
+    "no-targets": lambda z: z.square().mean(),
+    "one-output": lambda z: (z[:, :1] - TARGETS[:, :1]).square().mean(),
+    "mixed": lambda z: (z @ z.T - torch.eye(5)).square().mean(),
+}
+
+
+@pytest.mark.parametrize("at", ["step", "backward"])
+@pytest.mark.parametrize("name", MEANS_BY_HAND)
+def test_a_mean_over_all_elements_by_hand_is_told_of(name, at):
+    (message,) = warnings_of(dense(4), lambda model: MEANS_BY_HAND[name](model(INPUTS)), at=at)
+    assert re.search(ELEMENTS, message)
+
+
+@pytest.mark.parametrize("name", OTHER_MEANS_BY_HAND)
+def test_other_means_by_hand_are_left_in_peace(name):
+    assert warnings_of(dense(4), lambda model: OTHER_MEANS_BY_HAND[name](model(INPUTS))) == []

@@ -1,5 +1,6 @@
 """Messages name the numbers of the step and the remedy."""
 
+import re
 import warnings
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 import consequent
+from consequent.reports import skipped_on_device
 from consequent.reports.counters import Counters
 from consequent.reports.errors import StandstillError
 from consequent.reports.reports import FIRST_STEPS, MOST_SKIPPED_IN_A_ROW
@@ -86,6 +88,97 @@ def test_a_standstill_on_a_device_is_told_of_when_counters_are_read():
     reports.on_device(torch.device("cpu"))[0] += 1
     assert correction.counters.steps == many + 1
     assert f"NaN or inf was met in {many} steps, which were skipped. Lower the learning rate" in repr(correction)
+
+
+def skip_on_device(reports, skipped, steps):
+    """Steps as a device takes them, which skips some by itself."""
+    for step in range(steps):
+        reports.on_device(torch.device("cpu"))[1] += step in skipped
+        reports.step_taken()
+
+
+def test_steps_that_a_device_has_skipped_are_told_of_without_asking():
+    _, _, correction = start()
+    reports, many = correction._reports, MOST_SKIPPED_IN_A_ROW
+    skip_on_device(reports, {0, 1}, many)  # the first of which is there when counting begins
+    with pytest.warns(consequent.ConsequentWarning, match=f"NaN or inf in 1 of {many} steps.*has put zeros"):
+        skip_on_device(reports, {}, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        skip_on_device(reports, range(99), many)  # once, and these are no standstill
+        skip_on_device(reports, range(many), many - 1)
+    with pytest.warns(consequent.ConsequentWarning, match=f"each of the last {many} steps.*nothing is being trained"):
+        skip_on_device(reports, {0}, 1)
+
+
+def test_counts_that_were_loaded_are_no_skipped_steps():
+    _, _, correction = start()
+    reports, many = correction._reports, MOST_SKIPPED_IN_A_ROW
+    skip_on_device(reports, range(many), many)
+    correction.load_state_dict(correction.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        skip_on_device(reports, {}, 3 * many)
+
+
+class OnItsWay:
+    """A count that is there when it is let."""
+
+    let = False
+
+    def __init__(self, count):
+        self.count = float(count)
+
+    is_there = property(lambda self: self.let)
+
+    def __float__(self):
+        assert self.let, "waited for"
+        return self.count
+
+
+def test_a_count_that_is_not_there_yet_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(skipped_on_device, "Arriving", OnItsWay)
+    monkeypatch.setattr(OnItsWay, "let", True)
+    watch = skipped_on_device.SkippedOnDevice(every=3)
+    assert watch.after_step([torch.tensor(0)]) is None
+    monkeypatch.setattr(OnItsWay, "let", False)
+    assert [watch.after_step([torch.tensor(2)]) for _ in range(4)] == [None] * 4
+    monkeypatch.setattr(OnItsWay, "let", True)
+    assert watch.after_step([torch.tensor(3)]) == 2
+    assert watch.after_step([torch.tensor(3)]) == 1
+    assert watch.after_step([torch.tensor(3)]) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("width", [4, 600])
+def test_a_gpu_that_skips_steps_is_told_of_without_waiting(width):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    consequent.attach(optimizer, model, loss_reduction=5)
+    inputs, factors = torch.randn(5, 3, device="cuda"), torch.tensor([1.0, float("nan")], device="cuda")
+
+    def train_on_gpu(steps, factor=0):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            (model(inputs).square().mean() * factors[factor]).backward()
+            optimizer.step()
+
+    train_on_gpu(3)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", consequent.ConsequentWarning)
+            train_on_gpu(MOST_SKIPPED_IN_A_ROW)
+            assert not caught
+            train_on_gpu(2 * MOST_SKIPPED_IN_A_ROW + 50, factor=1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    first, second = (str(warning.message) for warning in caught)
+    assert re.match(f"NaN or inf in \\d+ of {MOST_SKIPPED_IN_A_ROW} steps", first)
+    assert f"each of the last {MOST_SKIPPED_IN_A_ROW} steps" in second
 
 
 def test_a_scaler_s_own_steps_do_not_count_as_skipped():

@@ -4,18 +4,16 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from consequent.capture.loss_nodes import are_averaged
+from consequent.capture.loss_watch import LossWatch
 from consequent.capture.torch_internals import (
     PYTHON_NODE,
     backward_pass_id,
-    graph_is_being_captured,
     nodes_being_made,
     running_node,
     transforms_are_active,
@@ -43,7 +41,7 @@ class Entries:
         self._under_way = _UnderWay()
         self._checkpointed: weakref.WeakKeyDictionary[Any, Entry] = weakref.WeakKeyDictionary()
         self.latest: Entry | None = None  # that builds a graph
-        self.looks_at_positions = False  # whether to see if the loss is a mean over tokens or pixels
+        self.loss_watch: LossWatch | None = None  # until the first step: who looks at what it is
 
     @property
     def _open(self) -> list[tuple[nn.Module, Entry | None]]:
@@ -71,11 +69,8 @@ class Entries:
                 outputs = None if entry is None else outputs_in(output)
                 if entry is not None and outputs is not None:
                     entry.output_shape = _shape(outputs)
-                    if self.looks_at_positions and outputs.requires_grad:
-                        if _has_positions(entry):
-                            outputs.register_hook(partial(_look_at_logits, entry))
-                        if outputs.numel() > 2 * entry.samples:  # of two numbers a sample a mean is half of the sum
-                            outputs.register_hook(partial(_look_at_loss, entry))
+                    if self.loss_watch is not None and outputs.requires_grad:
+                        self.loss_watch.look_at(entry, outputs)
                 break
 
     def entry_for(self, layer: nn.Module, inputs: Tensor, samples: int, is_batched: bool) -> Entry:
@@ -171,35 +166,6 @@ def _entry_of(module: nn.Module, tensor: Tensor) -> Entry:
 
 def _shape(tensor: Tensor) -> tuple[int, ...] | None:
     return None if tensor.is_nested else tuple(tensor.shape)
-
-
-def _has_positions(entry: Entry) -> bool:
-    """Whether the outputs may have several vectors for each sample: of tokens, time steps or pixels."""
-    inputs, outputs = entry.input_shape, entry.output_shape
-    return inputs is not None and outputs is not None and len(outputs) > 2 and outputs[0] == inputs[0]
-
-
-def _look_at_logits(entry: Entry, grad: Tensor) -> None:
-    """See from the gradient of the logits whether the loss is a cross-entropy, and a mean over more than samples.
-
-    A cross-entropy divided by d gives each of its positions a vector ``(p − y) / d``: it sums up to 0, and its positive
-    part to at most 1 / d, so that the positive parts of all vectors of a mean sum up to at most 1. Classes are last, or
-    in the second dimension as torch's own losses have them.
-    """
-    if grad.is_sparse or graph_is_being_captured() or transforms_are_active():
-        return
-    for vectors in (grad.detach().float(), grad.detach().float().movedim(1, -1)):
-        is_of_softmax = vectors.sum(-1).abs().max() < 0.01 * vectors.abs().max()
-        is_mean = vectors.clamp(min=0).sum() < 1.01
-        counts_positions = (vectors != 0).any(-1).sum() > entry.samples
-        entry.has_mean_over_positions |= bool(is_of_softmax & is_mean & counts_positions)
-
-
-def _look_at_loss(entry: Entry, _: Tensor) -> None:
-    """See from autograd's graph whether the loss is a mean over all elements of the outputs, as ``F.mse_loss`` is."""
-    node = running_node()
-    if node is not None and not transforms_are_active():
-        entry.has_mean_over_elements |= are_averaged(node)
 
 
 def _is_data(inputs: Tensor, entry: Entry) -> bool:

@@ -171,6 +171,17 @@ def _is_in_backward(frame: FrameType | None) -> bool:
     return frame is not None
 
 
+def scaler_is_stepping() -> bool:
+    """Whether a ``GradScaler`` that is enabled calls the optimiser's step: losses are multiples then."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _SCALER_STEP:
+        frame = frame.f_back
+    return frame is not None and bool(frame.f_locals["self"].is_enabled())
+
+
+_SCALER_STEP = torch.amp.GradScaler.step.__code__
+
+
 def answers_at_once(place: Tensor | torch.device) -> bool:
     """Whether looking at numbers there makes nobody wait: true on the CPU, not on a GPU in full flight."""
     return place.type == "cpu" if isinstance(place, torch.device) else place.is_cpu

@@ -30,6 +30,9 @@ class Entry:
         input_shape: of the first tensor that entered; None where a layer was called by itself or it has none.
         has_mean_over_positions: whether the gradient of the outputs is that of one, as far as was looked.
         has_mean_over_elements: whether the outputs went into a loss that is a mean over all of their elements.
+        has_sum: whether the loss is a sum over samples, by its graph.
+        has_scaled_sum: whether it is a multiple of one, by a number that is not known.
+        counted: of how many samples, or positions, it is a mean, where that is known to be fewer than there are.
         output_shape: of the first tensor that came out, once it has.
         loss_divisors: what the calls of a criterion since then divided by, where one is watched.
     """
@@ -45,6 +48,9 @@ class Entry:
     input_shape: tuple[int, ...] | None = None
     has_mean_over_positions: bool = False
     has_mean_over_elements: bool = False
+    has_sum: bool = False
+    has_scaled_sum: bool = False
+    counted: int | None = None
     output_shape: tuple[int, ...] | None = None
     loss_divisors: list[SupportsFloat] = field(default_factory=list)
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from consequent.capture.at_backward import BackwardCorrector
 from consequent.capture.at_step import StepCorrector
 from consequent.capture.capture import Capture, Corrector
+from consequent.capture.loss_watch import LossWatch
 from consequent.capture.torch_internals import backward_pass_id
 from consequent.correction.backward_passes import BackwardPasses
 from consequent.correction.first_step import FirstStep
@@ -24,7 +25,7 @@ from consequent.foresight import Foresight
 from consequent.maths.bound import DEFAULT as BOUND
 from consequent.maths.checks import check_damping
 from consequent.maths.damping import DEFAULT, Damping
-from consequent.options.arguments import refusing_unknown
+from consequent.options.arguments import refuse_unknown_attribute, refusing_unknown
 from consequent.options.loss_divisor import LossDivisor, named
 from consequent.options.parameter_groups import Groups, damping_in, largest_block_in
 from consequent.options.selection import Patterns, listed
@@ -68,8 +69,8 @@ class Consequentialism:
             weights seen; on a GPU the step waits for that count. ``"mse"``: half of the elements of the model's
             outputs, for the default ``F.mse_loss``, which has no ½. ``"tokens"``: all positions of outputs
             ``[…, classes]``. A loss function of torch, as it divides the model's outputs by default. Or the loss's own
-            divisor: a number, or a function of the number of samples. Where the first step finds ``"mean"``
-            implausible, it warns.
+            divisor: a number, or a function of the number of samples. Where the first step finds ``"mean"`` or
+            ``"tokens"`` implausible, it warns.
         include: which layers to correct: module types, names or compiled regular expressions. None: all that can be,
             embeddings aside.
         exclude: which to leave out, likewise.
@@ -99,6 +100,8 @@ class Consequentialism:
             is the consequentialist gradient after ``backward()``; every pass, micro-batch and rank is corrected with
             its own inputs, and costs less.
     """
+
+    _is_made = False  # whether attributes are set by users now
 
     @refusing_unknown
     def __init__(
@@ -152,8 +155,8 @@ class Consequentialism:
         capture = self._capture = Capture(
             inner, layers.selection.corrected, wants=groups.owns, listener=corrector, before_entry=self._before_entry
         )
-        capture.entries.looks_at_positions = loss_reduction == "mean"
         loss = self._loss = LossDivisor(loss_reduction, capture.entries)
+        capture.entries.loss_watch = LossWatch(lambda: loss.taken_over)
         rewriter = self._rewriter = Rewriter(
             capture, at_step, groups, reports, averages, foresight=foresight, bound=bound
         )
@@ -171,6 +174,15 @@ class Consequentialism:
             except BaseException:
                 self._stop_watching()
                 raise
+        self._is_made = True
+
+    if not TYPE_CHECKING:  # for whom a class with this method would have any attribute
+
+        def __setattr__(self, name: str, value: object) -> None:
+            """Set what may be set; a subclass may have attributes of its own."""
+            if self._is_made and type(self) is Consequentialism:
+                refuse_unknown_attribute(Consequentialism, name)
+            super().__setattr__(name, value)
 
     # ---- attaching ----------------------------------------------------------------------------------------------
 

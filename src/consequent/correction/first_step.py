@@ -1,20 +1,21 @@
 """What is looked at once, at the first step, and may be warned of."""
 
+from consequent.capture.torch_internals import scaler_is_stepping
 from consequent.capture.use import Entry
 from consequent.correction.parts import Parts
 from consequent.correction.territory import names_of
-from consequent.reports.doubts import doubt_about_samples
+from consequent.reports.doubts import doubt_about_loss
 
 
 class FirstStep:
-    """Doubts about N, and about layers of which a part lies in no optimiser."""
+    """Doubts about the loss, and about layers of which a part lies in no optimiser."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._is_over = False
 
     def look(self, passes: list[set[Entry]]) -> None:
-        """Tell of an N that can hardly be what the loss was averaged over; at the first step only.
+        """Tell of a loss that can hardly be the mean it is taken for; at the first step only.
 
         Args:
             passes: the backward passes, each with the entries that took part in it.
@@ -25,9 +26,11 @@ class FirstStep:
         capture, reports = self._parts.capture, self._parts.reports
         if self._parts.groups.optimizers:
             self._warn_of_halves()
-        capture.entries.looks_at_positions = False
-        if self._parts.loss.reduction == "mean":
-            reports.samples_in_doubt(doubt_about_samples(passes, capture.model))
+        capture.entries.loss_watch = None
+        taken_over = self._parts.loss.taken_over
+        if taken_over is not None:
+            doubt = doubt_about_loss(passes, capture.model, taken_over, is_scaled=scaler_is_stepping())
+            reports.samples_in_doubt(doubt)
 
     def _warn_of_halves(self) -> None:
         """Tell of a layer whose weight, or bias, is trained and in none of the optimisers."""

@@ -39,6 +39,11 @@ def is_loss_function(value: object) -> bool:
     return any(value is function for function in _FUNCTIONS)
 
 
+def is_loss_of_classes(value: object) -> bool:
+    """Whether it is one of those that are means over labels, of which some may be ignored."""
+    return any(value is function for function in OF_CLASSES.values())
+
+
 def check_criterion(criterion: nn.Module) -> None:
     """Raise unless it is a loss module whose divisor is known."""
     known = [cls for cls in _MODULES if isinstance(criterion, cls)]
@@ -94,7 +99,7 @@ def divisor_of_outputs(reduction: object, shape: tuple[int, ...]) -> float:
         return elements / 2
     if reduction == "tokens":
         return elements / max(shape[-1], 1)
-    if not any(reduction is function for function in OF_CLASSES.values()):
+    if not is_loss_of_classes(reduction):
         return elements
     if len(shape) > 2:
         name = getattr(reduction, "__name__", "")

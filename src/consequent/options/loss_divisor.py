@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from consequent.capture.arriving import Arriving
 from consequent.capture.entry_hooks import EntryHook, drop_inert_hooks
 from consequent.capture.samples import Entries, joined
 from consequent.capture.torch_internals import graph_is_being_captured, transforms_are_active
 from consequent.capture.use import Entry
-from consequent.options.criteria import divisor_of_call, divisor_of_outputs, is_loss_function
+from consequent.options.criteria import divisor_of_call, divisor_of_outputs, is_loss_function, is_loss_of_classes
 from consequent.options.settings import LossReduction
 
 
@@ -53,6 +54,13 @@ class LossDivisor:
         """Whether more than N is needed: outputs or calls of a criterion."""
         reduction = self.reduction
         return reduction in ("mse", "tokens") or isinstance(reduction, nn.Module) or is_loss_function(reduction)
+
+    @property
+    def taken_over(self) -> str | None:
+        """What the loss is taken for a mean over, ``"samples"`` or ``"positions"``, where that may be doubted."""
+        if self.reduction == "mean":
+            return "samples"
+        return "positions" if self.reduction == "tokens" or is_loss_of_classes(self.reduction) else None
 
     @property
     def source(self) -> str:
@@ -113,6 +121,11 @@ class LossDivisor:
         with torch.no_grad():
             divisor = divisor_of_call(criterion, named["input"], named["target"])
         arrives_later = isinstance(divisor, Tensor) and divisor.is_cuda
+        if arrives_later and graph_is_being_captured():
+            raise RuntimeError(
+                "how many targets a loss counts is not known while a CUDA graph is captured, and the step needs it: "
+                "give the loss's divisor as a number or as a function of the number of samples"
+            )
         entry.loss_divisors.append(Arriving(torch.as_tensor(divisor)) if arrives_later else float(divisor))
 
 
@@ -126,24 +139,6 @@ def sum_over_ranks(number: float, gather: Callable[[list[int]], list[list[int]]]
     as_integer: int = struct.unpack("<q", struct.pack("<d", number))[0]
     everyones: list[float] = [struct.unpack("<d", struct.pack("<q", theirs))[0] for (theirs,) in gather([as_integer])]
     return sum(everyones)
-
-
-class Arriving:
-    """A number on its way from a GPU: who waits for it does not wait for what the GPU is given to do after."""
-
-    def __init__(self, number: Tensor) -> None:
-        if graph_is_being_captured():
-            raise RuntimeError(
-                "how many targets a loss counts is not known while a CUDA graph is captured, and the step needs it: "
-                "give the loss's divisor as a number or as a function of the number of samples"
-            )
-        self._number = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
-        self._is_there = torch.cuda.Event()
-        self._is_there.record(torch.cuda.current_stream(number.device))
-
-    def __float__(self) -> float:
-        self._is_there.synchronize()
-        return float(self._number)
 
 
 def named(reduction: LossReduction) -> str | float:

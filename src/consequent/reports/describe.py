@@ -85,7 +85,8 @@ def _heading(correction: "Consequentialism", groups: Groups) -> str:
         settings += [f"averaging={correction.averaging:g}", f"refresh={correction.refresh}"]
     if correction.largest_block is not None:
         settings.append(f"largest_block={correction.largest_block}")
-    settings.append(f"bound={correction.bound}")
+    if correction.bound is None or _why_unbounded(correction) is None:
+        settings.append(f"bound={correction.bound}")
     return f"Consequentialism({', '.join(settings)}), {where}"
 
 
@@ -126,7 +127,9 @@ def _notes(correction: "Consequentialism", groups: Groups, divisor: float | None
     if any(isinstance(getattr(layer, "bias", None), Tensor) for layer in correction.corrected.values()):
         notes.append("  input columns: those of the layer's inputs, and one of ones for its bias if it has one")
     if correction.bound is not None:
-        notes.append(f"  bound: {_bound_in_words(correction)}")
+        why_off = _why_unbounded(correction)
+        limit = f"one step of SGD changes a layer's outputs by at most {correction.bound:g} of the size of its inputs"
+        notes.append(f"  bound: {limit}" if why_off is None else f"  bound: off {why_off}")
     norms = sum(isinstance(module, _BatchNorm) for module in correction.model.modules())
     if norms:
         notes.append(
@@ -160,16 +163,16 @@ def _weights_of(layer: nn.Module) -> list[Any]:
     return [layer.weight] if joint is None else [unit[0] for unit in joint.parameters(layer)]
 
 
-def _bound_in_words(correction: "Consequentialism") -> str:
-    """What it does, or why it does nothing."""
+def _why_unbounded(correction: "Consequentialism") -> str | None:
+    """Why the bound does nothing, where it does nothing."""
     optimizer = correction.optimizer
     if correction.at == "backward":
-        return 'off with at="backward", where the step is not known yet'
+        return 'with at="backward", where the step is not known yet'
     if len(correction.optimizers) > 1:
-        return "off with several optimisers: when the first of them steps, what the others will apply is not known"
+        return "with several optimisers: when the first of them steps, what the others will apply is not known"
     if optimizer is not None and not isinstance(optimizer, SGD):
-        return f"off, as it is for SGD alone: steps of {type(optimizer).__name__} may have a length of their own"
+        return f"under {type(optimizer).__name__}, whose steps may have a length of their own: it is for SGD alone"
     trained = [layer for layer in correction.corrected.values() if any(p.requires_grad for p in layer.parameters())]
     if len({weight for layer in trained for weight in _weights_of(layer)}) < 2:
-        return "off where one weight alone is corrected, which lands where it should"
-    return f"one step of SGD changes a layer's outputs by at most {correction.bound:g} of the size of its inputs"
+        return "where one weight alone is corrected, which lands where it should"
+    return None

@@ -1,5 +1,6 @@
-"""Signs that N is not what the loss was averaged over: told of at the first step, and not acted upon."""
+"""Signs that the loss is not the mean it is taken for: told of at the first step, and not acted upon."""
 
+import math
 from collections.abc import Iterable
 
 from torch import nn
@@ -11,20 +12,34 @@ _REMEDY = (
     'loss_reduction=criterion, the loss module that you call, or "mse", "tokens", "sum", or the divisor itself, a '
     "number or lambda samples: …; where the count is right, say loss_reduction=lambda samples: samples"
 )
+_NOT_ADAM = "(not those of Adam, which have a length of their own)"
+_LEFT_OUT = (
+    "the other labels are ignored or left out, and steps are that much too long. Say loss_reduction=criterion, the "
+    "loss module that you call (nn.CrossEntropyLoss()), which counts at every step, or give the divisor: a number, or "
+    "lambda samples: …"
+)
 
 
-def doubt_about_samples(passes: Iterable[Iterable[Entry]], model: nn.Module) -> str | None:
-    """What is suspicious about the number of samples, if something is.
+def doubt_about_loss(
+    passes: Iterable[Iterable[Entry]], model: nn.Module, taken_over: str, *, is_scaled: bool
+) -> str | None:
+    """What is suspicious about what the loss is taken to be divided by, if something is.
 
     Args:
         passes: for each backward pass the entries that took part in it.
         model: the whole model; calls of its parts say nothing.
+        taken_over: what the loss is taken for a mean over: ``"samples"`` or ``"positions"`` of the outputs.
+        is_scaled: whether the loss was multiplied by a scaler.
     """
-    doubts = (_doubt(entry) for entries in passes for entry in entries if entry.module is model)
+    entries = [entry for its in passes for entry in its if entry.module is model]
+    if taken_over == "samples":
+        doubts = (_doubt_about_samples(entry, is_scaled=is_scaled) for entry in entries)
+    else:
+        doubts = (_doubt_about_positions(entry) for entry in entries)
     return next((doubt for doubt in doubts if doubt is not None), None)
 
 
-def _doubt(entry: Entry) -> str | None:
+def _doubt_about_samples(entry: Entry, *, is_scaled: bool) -> str | None:
     """What is suspicious about one forward pass; outputs of a single sample may have no leading dimension."""
     inputs, outputs = entry.input_shape, entry.output_shape
     if inputs is None or not outputs or entry.samples == 0 or (entry.samples == len(outputs) == 1):
@@ -33,6 +48,11 @@ def _doubt(entry: Entry) -> str | None:
         f"the loss is taken for a mean over {_counted(entry.samples)}, the leading dimension of the first tensor that "
         f"entered the model, which has shape {list(inputs)}"
     )
+    if entry.has_sum or (is_scaled and entry.has_scaled_sum):
+        return (
+            f"{counted}; but it is a sum over them, by autograd's graph, and steps are {entry.samples} times too long "
+            f'{_NOT_ADAM}: say loss_reduction="sum", or loss_reduction=criterion, the loss module that you call'
+        )
     if outputs[0] != entry.samples and not entry.is_counted_by_layer:
         return f"{counted}; but the outputs have shape {list(outputs)}. {_REMEDY}"
     if entry.has_mean_over_positions:
@@ -44,10 +64,23 @@ def _doubt(entry: Entry) -> str | None:
     if entry.has_mean_over_elements:
         return (
             f"{counted}; but it is one over all elements of the outputs {list(outputs)}, and steps are that much too "
-            "short (not those of Adam, which have a length of their own): say loss_reduction=criterion, the loss "
-            'module that you call, "mse" for F.mse_loss, or the function, as loss_reduction=F.huber_loss'
+            f"short {_NOT_ADAM}: say loss_reduction=criterion, the loss module that you call, "
+            '"mse" for F.mse_loss and for squares by hand, or the function, as loss_reduction=F.huber_loss'
         )
+    if entry.counted is not None:
+        return f"{counted}; but it is one over {entry.counted} of them only: {_LEFT_OUT}"
     return None
+
+
+def _doubt_about_positions(entry: Entry) -> str | None:
+    """What is suspicious about one forward pass whose loss is taken for a mean over tokens or labels."""
+    if entry.counted is None or not entry.output_shape:
+        return None
+    positions = math.prod(entry.output_shape[:-1])
+    return (
+        f"the loss is taken for a mean over all {positions} positions of the outputs {list(entry.output_shape)}; but "
+        f"it is one over {entry.counted} of them only: {_LEFT_OUT}"
+    )
 
 
 def _counted(samples: int) -> str:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from consequent.capture.torch_internals import graph_is_being_captured
-from consequent.reports.counters import Counters, Tally
+from consequent.reports.counters import NAMES, Counters, Tally
 from consequent.reports.errors import ConsequentWarning, LinAlgError, NonFiniteError, StandstillError
+from consequent.reports.skipped_on_device import SkippedOnDevice
 from consequent.statistics.solution import Solution
 
 _NOT_THE_USERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__)
@@ -55,6 +56,7 @@ class Reports(Tally):
         self._warned: set[str] = set()
         self._skipped_in_a_row = 0
         self._read = Counters()  # when somebody last asked
+        self._skipped_on_device = SkippedOnDevice(every=MOST_SKIPPED_IN_A_ROW)
 
     def add_step(self, device: torch.device) -> None:
         """A step is corrected; one that a CUDA graph records happens each time the graph is replayed."""
@@ -86,15 +88,11 @@ class Reports(Tally):
             self._warn(f"{message}: the last 10 steps were all skipped, nothing is being trained. {REMEDY}")
 
     def read(self) -> Counters:
-        """All counts; waits for the devices. Only here are steps seen that a device has skipped by itself."""
+        """All counts; waits for the devices."""
         counters = super().read()
         steps, skipped = counters.steps - self._read.steps, counters.skipped - self._read.skipped
         if self._on_device and steps == skipped >= MOST_SKIPPED_IN_A_ROW:
-            self._warn_once(
-                "standstill",
-                f"NaN or inf in each of the last {steps} steps{self._numbers()}: all were skipped, nothing is being "
-                f"trained. {REMEDY}",
-            )
+            self._warn_of_standstill(steps)
         self._read = counters
         return counters
 
@@ -102,10 +100,35 @@ class Reports(Tally):
         """Start again from saved counts."""
         super().restore(counters)
         self._read = replace(counters)
+        self._skipped_on_device.start_again()
 
     def step_taken(self) -> None:
-        """A step was not skipped."""
+        """A step was not skipped, as far as the host knows; a device may have, and tells of it much later."""
         self._skipped_in_a_row = 0
+        if not self._on_device:
+            return
+        skipped = self._skipped_on_device.after_step(
+            on_device[NAMES.index("skipped")] for on_device in self._on_device.values()
+        )
+        if skipped is None or skipped <= 0:
+            return
+        if skipped >= MOST_SKIPPED_IN_A_ROW:
+            self._warn_of_standstill(skipped)
+        else:
+            self._warn_once(
+                "skipped",
+                f"NaN or inf in {skipped} of {MOST_SKIPPED_IN_A_ROW} steps up to about step {self._counters.steps}"
+                f"{self._numbers()}. They were skipped: the device has put zeros in the place of all gradients. "
+                f"{_remedy(self._counters.steps)}",
+            )
+
+    def _warn_of_standstill(self, steps: int) -> None:
+        """All of the last steps were skipped by a device."""
+        self._warn_once(
+            "standstill",
+            f"NaN or inf in each of the last {steps} steps{self._numbers()}: all were skipped, nothing is being "
+            f"trained. {REMEDY}",
+        )
 
     def updated(self, name: str, update: Solution) -> None:
         """A layer is about to get this update."""
