@@ -76,10 +76,10 @@ class Bench:
             record["measurements"].append(measurement)
             write_json(self.output, record)  # after every match: an interrupted bench is not lost
             seconds = time.perf_counter() - start
-            screen.print(f"{match.name}: {match.task.title}, {match.mode}: {seconds:.0f} s", markup=False)
+            screen.print(f"{match.name}: {match.task.title}, {match.mode}: {seconds:.0f} s")
         screen.print(Markdown("\n".join(cost_table([record]))))
         for line in verdicts(record["rows"]):
-            screen.print(line, markup=False, soft_wrap=True)
+            screen.print(line, soft_wrap=True)
         screen.print(f"Numbers: {self.output}")
 
     def _plan(self, device: str) -> "Plan":

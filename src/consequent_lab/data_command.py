@@ -46,8 +46,7 @@ class Data:
             table.add_column(heading, justify="right", no_wrap=True)
         for name, state in states.items():
             colour = COLOURS.get(state.checked, "green")
-            # A path may hold what rich would take for markup.
-            table.add_row(name, Text(state.where), state.images, state.classes, Text(state.checked, style=colour))
+            table.add_row(name, state.where, state.images, state.classes, Text(state.checked, style=colour))
         screen.print(table)
         if not self.download and any(state.checked in ("missing", "incomplete") for state in states.values()):
             screen.print("What is missing is downloaded with --download.")

@@ -38,5 +38,5 @@ class Report:
                 raise ValueError(f"--runs {folder}: no such folder; make the runs with `consequent reproduce all`")
         written = write_report(find(list(experiments()), *self.runs), self.output, self.figures)
         screen = console()
-        screen.print(f"Page: {self.output} ({self.output.stat().st_size / 1e6:.1f} MB)", markup=False, soft_wrap=True)
-        screen.print(f"Figures: {len(written)} files in {self.figures}", markup=False, soft_wrap=True)
+        screen.print(f"Page: {self.output} ({self.output.stat().st_size / 1e6:.1f} MB)", soft_wrap=True)
+        screen.print(f"Figures: {len(written)} files in {self.figures}", soft_wrap=True)

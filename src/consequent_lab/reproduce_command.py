@@ -106,11 +106,11 @@ class Reproduce:
             text = f"{len(summary.done)} runs done"
             text += f", {len(failures)} failed" if failures else ""
             text += f"; at least {left} are left: give the same command again to go on" if left else ""
-            screen.print(f"{text}.", markup=False)
+            screen.print(f"{text}.")
         for finding in find(names, *roots):
             _show(screen, finding, with_verdicts=not (self.quick or finding.is_small))
         if self.quick:
-            screen.print(f"\n{MACHINERY}", markup=False, soft_wrap=True)
+            screen.print(f"\n{MACHINERY}", soft_wrap=True)
         if failures:
             listed = "\n".join(f"  {name}: {text}" for name, text in failures.items())
             raise ValueError(f"{len(failures)} run(s) failed:\n{listed}")
@@ -136,7 +136,7 @@ class Reproduce:
         text = f"{len(jobs)} runs{beside}: about {shown_seconds(seconds)} here, by a short timing"
         if any(job.recipe.endswith("-search") for job in jobs):
             text += "; a search may need some more"
-        screen.print(f"{text}.", markup=False, soft_wrap=True)
+        screen.print(f"{text}.", soft_wrap=True)
 
     def _check_data(self, names: set[str]) -> None:
         """Raises before anything is run if a data set is not there."""
@@ -149,14 +149,14 @@ class Reproduce:
 
 
 def _show(screen: Console, finding: "Finding", with_verdicts: bool) -> None:
-    screen.print(f"\n[bold]{finding.title}[/bold]")
+    screen.print(f"\n{finding.title}", style="bold")
     if not with_verdicts:
-        screen.print(f"  {finding.summary}", markup=False, soft_wrap=True)
+        screen.print(f"  {finding.summary}", soft_wrap=True)
         return
     for statement in finding.statements:
         share = f" ({statement.share})" if statement.share else ""
         whose = "a control, not the paper's: " if statement.kind == "control" else ""
-        screen.print(f"  {statement.verdict.upper()}{share}: {whose}{statement.paper}", markup=False, soft_wrap=True)
+        screen.print(f"  {statement.verdict.upper()}{share}: {whose}{statement.paper}", soft_wrap=True)
         for text in (statement.measure, statement.measured, statement.circumstances):
             if text:
-                screen.print(f"    {text}", markup=False, soft_wrap=True)
+                screen.print(f"    {text}", soft_wrap=True)

@@ -18,7 +18,7 @@ from consequent_lab.configured import build_model, build_optimizer
 from consequent_lab.datasets import Dataset, load, prepared
 from consequent_lab.learner import order_of
 from consequent_lab.models import resnet20
-from consequent_lab.progress import ProgressBoard, Watcher
+from consequent_lab.progress import ProgressBoard
 from consequent_lab.runs import DamagedFileError, RunFolder
 from consequent_lab.samples import Evaluation
 from consequent_lab.train_config import TrainConfig
@@ -35,15 +35,14 @@ class Killed(BaseException):
     """Stands for whatever ends a process."""
 
 
-class Killer(Watcher):
-    """Ends the run at an iteration."""
+def killer(iteration):
+    """Returns what ends the run at an iteration."""
 
-    def __init__(self, iteration):
-        self.iteration = iteration
-
-    def advanced(self, iteration):
-        if iteration == self.iteration:
+    def kill(*event):
+        if event == ("advanced", iteration):
             raise Killed
+
+    return kill
 
 
 def run(config, path, device="cpu", kills=()):
@@ -51,7 +50,7 @@ def run(config, path, device="cpu", kills=()):
     folder = RunFolder(path)
     for iteration in kills:
         with pytest.raises(Killed):
-            train(config, RunFolder(path), device, watcher=Killer(iteration))
+            train(config, RunFolder(path), device, watcher=killer(iteration))
         assert folder.outcome() is None
     train(config, folder, device)
     assert folder.outcome()["outcome"] == "finished"
@@ -315,7 +314,7 @@ def test_a_finished_run_is_skipped(tmp_path):
 
     folder = run(SMALL, tmp_path / "run")
     before = contents()
-    train(SMALL, folder, watcher=Killer(1))
+    train(SMALL, folder, watcher=killer(1))
     assert contents() == before
 
 
@@ -328,7 +327,7 @@ def test_a_run_with_another_config_is_refused(tmp_path):
 def test_a_damaged_checkpoint_ends_the_attempt_and_changes_nothing(tmp_path):
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(Killed):
-        train(SMALL, folder, watcher=Killer(30))
+        train(SMALL, folder, watcher=killer(30))
     checkpoint, metrics = folder.path / "checkpoint.pt", (folder.path / "metrics.jsonl").read_bytes()
     damaged = bytearray(checkpoint.read_bytes())
     damaged[len(damaged) // 2] ^= 1
@@ -341,7 +340,7 @@ def test_a_damaged_checkpoint_ends_the_attempt_and_changes_nothing(tmp_path):
 def test_other_data_are_refused(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(Killed):
-        train(SMALL, folder, watcher=Killer(30))
+        train(SMALL, folder, watcher=killer(30))
     digits = load("digits", None)
     order = torch.arange(len(digits.train_labels) - 1, -1, -1)
     other = replace(digits, train_images=digits.train_images[order], train_labels=digits.train_labels[order])
@@ -362,7 +361,7 @@ def test_divergence_ends_a_run_and_says_so(tmp_path):
     assert last["batch_loss"] is None
     assert last["iteration"] < 60
     assert folder.outcome()["outcome"] == "diverged"
-    train(config, folder, watcher=Killer(1))  # done is done
+    train(config, folder, watcher=killer(1))  # done is done
 
 
 @pytest.mark.filterwarnings("ignore::consequent.ConsequentWarning")
