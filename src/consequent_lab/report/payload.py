@@ -24,24 +24,10 @@ def payload(figure: Figure) -> dict[str, Any]:
     }
 
 
-def choices(panels: list[Panel], direction: Literal["x", "y"]) -> list[list[Axis]]:
-    """Returns the axes among which a reader can choose in this direction, a list for each choice.
-
-    Panels with an axis in common share a choice; panels with but one axis leave none.
-    """
-    found: list[dict[str, Axis]] = []
-    for panel in panels:
-        offered = {axis.column: axis for axis in (panel.x if direction == "x" else panel.y)}
-        if len(offered) < 2:
-            continue
-        shared = [choice for choice in found if choice.keys() & offered.keys()]
-        for choice in shared[1:]:  # this panel connects them
-            found.remove(choice)
-        if shared:
-            shared[0].update({column: axis for choice in (*shared, offered) for column, axis in choice.items()})
-        else:
-            found.append(offered)
-    return [list(choice.values()) for choice in found]
+def choices(panels: list[Panel], direction: Literal["x", "y"]) -> list[Sequence[Axis]]:
+    """Returns the axes among which a reader can choose in this direction, once for all panels that offer the same."""
+    offered = [panel.x if direction == "x" else panel.y for panel in panels]
+    return list({tuple(axis.column for axis in axes): axes for axes in offered if len(axes) > 1}.values())
 
 
 def columns_of(panels: int) -> int:
