@@ -3,34 +3,6 @@
 // A figure has one state: the chosen columns, the scales and the hidden groups. Whatever changes it has its panels drawn
 // again.
 
-const root = document.documentElement;
-const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
-
-// ---- theme ------------------------------------------------------------------------------------------------------
-
-const themeButton = document.getElementById("theme");
-
-function isDark() {
-  return root.dataset.theme ? root.dataset.theme === "dark" : systemIsDark.matches;
-}
-
-function remembered() {
-  try { return localStorage.getItem("theme"); } catch { return null; } // some browsers forbid it for files
-}
-
-function setTheme(theme) {
-  if (theme === "dark" || theme === "light") root.dataset.theme = theme;
-  themeButton.setAttribute("aria-pressed", String(isDark()));
-}
-
-themeButton.addEventListener("click", () => {
-  const theme = isDark() ? "light" : "dark";
-  try { localStorage.setItem("theme", theme); } catch { /* it holds until the page is closed */ }
-  setTheme(theme);
-});
-systemIsDark.addEventListener("change", () => setTheme(null));
-setTheme(remembered());
-
 // ---- figures ----------------------------------------------------------------------------------------------------
 
 class Figure {
@@ -42,7 +14,6 @@ class Figure {
     this.columns = data.panels.map((panel) => ({ x: panel.x[0].column, y: panel.y[0].column })); // shown, by panel
     this.logs = new Map(); // of columns that were switched; the others are as their axis says
     this.hidden = new Set();
-    this.drawn = false;
     const on = (selector, type, action) => {
       for (const button of element.querySelectorAll(selector)) {
         button.addEventListener(type, () => { action(button.dataset); this.update(); });
@@ -87,7 +58,7 @@ class Figure {
 
   update() {
     this.updateControls();
-    if (this.drawn) this.draw();
+    this.draw();
   }
 
   updateControls() {
@@ -107,7 +78,6 @@ class Figure {
   }
 
   draw() {
-    this.drawn = true;
     this.data.panels.forEach((panel, number) => this.charts[number]?.draw(this.view(panel)));
   }
 
@@ -118,45 +88,17 @@ class Figure {
 }
 
 const data = new Map(JSON.parse(document.getElementById("figures").textContent).map((figure) => [figure.name, figure]));
-const figures = [...document.querySelectorAll(".figure")].map((element) => new Figure(element, data.get(element.dataset.figure)));
+const figures = new Map([...document.querySelectorAll(".figure")].map((element) => [element, new Figure(element, data.get(element.dataset.figure))]));
 
-// Figures are drawn when they come near, and again when their size changes.
-const nearby = new IntersectionObserver((entries) => {
-  for (const entry of entries) {
-    if (!entry.isIntersecting) continue;
-    nearby.unobserve(entry.target);
-    const figure = figures.find(({ element }) => element === entry.target);
-    figure.draw();
-    resized.observe(figure.element);
-  }
-}, { rootMargin: "800px" });
+// They are drawn when they get their size, and again when it changes.
 const resized = new ResizeObserver((entries) => {
-  for (const entry of entries) figures.find(({ element }) => element === entry.target).draw();
+  for (const { target } of entries) figures.get(target).draw();
 });
-for (const figure of figures) nearby.observe(figure.element);
+for (const element of figures.keys()) resized.observe(element);
 
-// The list of figures: the first panel of each that has one, small.
-for (const place of document.querySelectorAll(".thumbnail")) {
-  const figure = figures.find(({ data: { name } }) => name === place.dataset.of);
-  const panel = figure.data.panels.find((one) => one.curves.length);
-  if (panel) new Chart(place, panel, figure.data.styles, true).draw(figure.view(panel));
-}
-
-// Paper is light, narrow, and shows everything at once.
-let themeOnScreen;
-function drawForPrint(starts) {
-  if (starts) themeOnScreen = root.dataset.theme;
-  root.classList.toggle("printing", starts);
-  if (starts) root.dataset.theme = "light";
-  else if (themeOnScreen) root.dataset.theme = themeOnScreen;
-  else delete root.dataset.theme;
-  for (const figure of figures) figure.draw();
-}
 addEventListener("beforeprint", () => {
   for (const details of document.querySelectorAll("details.runs")) details.open = true;
-  drawForPrint(true);
 });
-addEventListener("afterprint", () => drawForPrint(false));
 
 // ---- verdicts: those of one kind alone ---------------------------------------------------------------------------
 
@@ -173,44 +115,7 @@ for (const button of counts) {
   });
 }
 
-// ---- contents: the section that is being read ------------------------------------------------------------------
-
-const contents = document.querySelector(".contents details");
-contents.open = matchMedia("(min-width: 80rem)").matches;
-const links = new Map([...contents.querySelectorAll("a")].map((link) => [link.hash.slice(1), link]));
-const reading = new IntersectionObserver((entries) => {
-  for (const entry of entries) {
-    if (!entry.isIntersecting) continue;
-    for (const [id, link] of links) {
-      if (id === entry.target.id) link.setAttribute("aria-current", "true");
-      else link.removeAttribute("aria-current");
-    }
-  }
-}, { rootMargin: "-20% 0px -75% 0px" });
-for (const id of links.keys()) reading.observe(document.getElementById(id));
-
-// ---- commands ---------------------------------------------------------------------------------------------------
-
-const announcement = document.getElementById("announcement");
-
-async function copy(text, source) {
-  try {
-    await navigator.clipboard.writeText(text);
-  } catch { // not every browser allows it for a file: leave the text selected, to be copied by hand
-    getSelection().selectAllChildren(source);
-    return document.execCommand("copy");
-  }
-  return true;
-}
-
-for (const button of document.querySelectorAll(".copy")) {
-  button.addEventListener("click", async () => {
-    const source = button.parentElement.querySelector("code");
-    const told = (await copy(source.textContent, source)) ? "Copied" : "Selected";
-    button.textContent = announcement.textContent = told;
-    setTimeout(() => { button.textContent = "Copy"; }, 1600);
-  });
-}
+document.querySelector(".contents details").open = matchMedia("(min-width: 80rem)").matches;
 
 // ---- tables -----------------------------------------------------------------------------------------------------
 
