@@ -67,13 +67,13 @@ class State(NamedTuple):
 
 def inspect(name: str, folder: Path) -> State:
     """Returns what there is of a data set, after reading all of it."""
-    from consequent_lab.datasets import EMBEDDED, layout_of, load, locate
+    from consequent_lab.datasets import EMBEDDED, LAYOUTS, load, locate
 
     where = "in scikit-learn"
     if name != EMBEDDED:
-        place, missing = locate(layout_of(name), folder)
+        place, missing = locate(LAYOUTS[name], folder)
         where = str(place)
-        if len(missing) == len(layout_of(name).files):
+        if len(missing) == len(LAYOUTS[name].files):
             return State()
         if missing:
             return State(where, checked="incomplete", problem=f"{name}: {where} has no {', '.join(missing)}")

@@ -77,6 +77,7 @@ class Reproduce:
     def run(self) -> None:
         """Runs what is missing, shows the verdicts, and raises if a run failed."""
         begun = time.time()
+        from consequent_lab.datasets import load
         from consequent_lab.paper.archive import Archive
         from consequent_lab.paper.experiments import experiments, find
         from consequent_lab.paper.schedule import Setup, train_runs
@@ -96,7 +97,8 @@ class Reproduce:
 
         failures: dict[str, str] = {}
         if missing := ready():
-            self._check_data({job.config.dataset for job in missing})
+            for name in sorted({job.config.dataset for job in missing}):
+                load(name, self.data)  # raises before anything is run if a data set is not there
             self._say_how_long(screen, recipes, archive, device, workers)
             if workers > 1:
                 start_importing("consequent_lab.trainer")
@@ -137,15 +139,6 @@ class Reproduce:
         if any(job.recipe.endswith("-search") for job in jobs):
             text += "; a search may need some more"
         screen.print(f"{text}.", soft_wrap=True)
-
-    def _check_data(self, names: set[str]) -> None:
-        """Raises before anything is run if a data set is not there."""
-        from consequent_lab.datasets import EMBEDDED, data_folder, layout_of, locate, read
-
-        folder = data_folder(self.data)
-        for name in sorted(names - {EMBEDDED}):
-            if locate(layout_of(name), folder)[1]:
-                read(layout_of(name), folder)  # raises, and says how to get it
 
 
 def _show(screen: Console, finding: "Finding", with_verdicts: bool) -> None:

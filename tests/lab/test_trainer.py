@@ -93,7 +93,7 @@ def toy(samples=50, classes=3):
 def script(config, dataset):
     """The training loop as in a script, and all readings from its definition; yields a line per iteration."""
     data = prepared(dataset, config.normalisation, CPU, flat=True)
-    model = build_model(config, tuple(dataset.train_images.shape[1:]), dataset.classes)
+    model = build_model(config, dataset)
     optimizer = build_optimizer(config, model, capturable=False)
     if config.consequentialist:
         consequent.attach(optimizer, model, damping=config.damping, relative_damping=config.relative_damping)
@@ -209,14 +209,19 @@ def test_the_training_set_is_evaluated_only_if_asked_for(tmp_path):
 # ---- models ------------------------------------------------------------------------------------------------------
 
 
+def images(shape, classes):
+    pixels, labels = torch.zeros(1, *shape, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    return Dataset("images", pixels, labels, pixels, labels, classes)
+
+
 @pytest.mark.parametrize("model", ["mlp", "resnet20", "resnet20-bn"])
 @pytest.mark.parametrize(("shape", "classes"), [((3, 32, 32), 100), ((1, 28, 28), 10), ((3, 32, 32), 10)])
 def test_every_model_takes_every_data_set(model, shape, classes):
     config = TrainConfig(model=model, hidden=(8,))
     inputs = torch.rand(2, *shape)
-    built = build_model(config, shape, classes)
+    built = build_model(config, images(shape, classes))
     assert built(inputs.flatten(1) if model == "mlp" else inputs).shape == (2, classes)
-    again = build_model(config, shape, classes)
+    again = build_model(config, images(shape, classes))
     assert all(torch.equal(one, two) for one, two in zip(built.parameters(), again.parameters(), strict=True))
     if model != "mlp" and shape[0] == 3 and classes == 10:
         torch.manual_seed(0)
@@ -226,7 +231,7 @@ def test_every_model_takes_every_data_set(model, shape, classes):
 
 def test_the_last_layer_has_its_own_learning_rate():
     config = TrainConfig(model="resnet20", head_lr_factor=0.1, lr=0.08)
-    model = build_model(config, (3, 32, 32), 10)
+    model = build_model(config, images((3, 32, 32), 10))
     body, head = build_optimizer(config, model, capturable=False).param_groups
     assert (body["lr"], head["lr"]) == pytest.approx((0.08, 0.008))
     assert [id(p) for p in head["params"]] == [id(p) for p in model[-1].parameters()]
