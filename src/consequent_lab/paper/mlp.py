@@ -135,7 +135,7 @@ def cells_of(contestants: Iterable[KeptContestant]) -> Cells:
     """Returns the contestants by data set and normalisation, SGD before C-SGD."""
     cells: Cells = {}
     for one in sorted(contestants, key=lambda one: one.label, reverse=True):
-        config = one.contestant.config
+        config = one.config
         cells.setdefault((config.dataset, config.normalisation), {})[one.label] = one
     return cells
 
@@ -306,7 +306,7 @@ def _by_cell(values: Mapping[Cell, Sequence[Any]], form: Callable[[Any], str], o
 def _seeds_note(contestants: Iterable[KeptContestant]) -> str:
     counts: dict[str, set[int]] = {}
     for one in contestants:
-        counts.setdefault(TITLES[one.contestant.config.dataset], set()).add(len(one.runs))
+        counts.setdefault(TITLES[one.config.dataset], set()).add(len(one.runs))
     shown = [f"{title} {' or '.join(map(str, sorted(some)))}" for title, some in counts.items()]
     return f"Seeds: {', '.join(shown)}."
 

@@ -90,7 +90,7 @@ def forgotten(run: KeptRun, after: float = 0, until: float = math.inf) -> float:
 
 def last_common_epoch(contestants: Sequence[KeptContestant]) -> float:
     """Returns the iteration of the last epoch that all runs of the headlines have; 0 if there is none."""
-    headlines = [run for one in contestants if one.contestant.headline for run in one.runs]
+    headlines = [run for one in contestants if one.headline for run in one.runs]
     epochs = [dict(run.curve("epoch_loss")).keys() & dict(run.curve("test_accuracy")).keys() for run in headlines]
     return max(set.intersection(*map(set, epochs)), default=0) if epochs else 0
 

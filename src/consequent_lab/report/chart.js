@@ -4,7 +4,6 @@
 // Colours are variables of the style sheet, so that a change of theme needs no new picture.
 
 const SVG = "http://www.w3.org/2000/svg";
-const SHAPES = { diamond: "m0-1.2 1.2 1.2-1.2 1.2-1.2-1.2z", square: "m-1-1h2v2h-2z", "triangle-up": "m0-1.2 1.2 2.1h-2.4z" };
 
 function element(name, attributes = {}, parent = null, text = null) {
   const made = document.createElementNS(SVG, name);
@@ -188,11 +187,9 @@ class Chart {
       element("path", { class: "line", d: path, "stroke-width": width, "stroke-dasharray": faint ? "none" : curve.dash }, group);
     }
     if (curve.style === "line" || (faint && curve.style !== "markers")) return;
-    const size = curve.style === "markers" ? 5 : 2.6;
     for (const [, x, y] of path.matchAll(/[ML]([-\d.]+) ([-\d.]+)/g)) {
-      if (curve.style === "markers" && style.symbol === "x") element("path", { class: "cross", d: `M${x - size} ${y - size}l${2 * size} ${2 * size}m0 ${-2 * size}l${-2 * size} ${2 * size}` }, group);
-      else if (curve.style === "markers" && SHAPES[style.symbol]) element("path", { class: "shape", d: SHAPES[style.symbol], transform: `translate(${x} ${y}) scale(${size})` }, group);
-      else element("circle", { class: "dot", cx: x, cy: y, r: size }, group);
+      if (curve.style === "markers") element("use", { href: `#symbol-${style.symbol}`, x: x - 17, y: y - 6, width: 34, height: 12 }, group);
+      else element("circle", { class: "dot", cx: x, cy: y, r: 2.6 }, group);
     }
   }
 
