@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # The command line reads this file for its options; torch is 
     from consequent_lab.timing import Plan
 
 T = TypeVar("T")
-Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Bench:
     benchmarks.scaling), and the first step of a new process (python -m benchmarks.first_step).
     """
 
-    device: Device = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where; auto takes a GPU if there is one."""
     output: Path = Path("bench.json")
     """The JSON file."""

@@ -21,7 +21,7 @@ class ProgressBoard(Progress):
 
     Example:
         with ProgressBoard(screen) as board:
-            train(config, folder, device, watcher=board.run("C-SGD, seed 0"))
+            train(config, folder, device, watcher=RunLine("C-SGD, seed 0", board))
     """
 
     def __init__(self, screen: Console, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,10 +36,6 @@ class ProgressBoard(Progress):
             disable=not screen.is_terminal,
         )
         self.clock = clock
-
-    def run(self, name: str) -> "RunLine":
-        """Returns the line of a run: a watcher for `train`."""
-        return RunLine(name, self)
 
 
 class RunLine:

@@ -121,7 +121,7 @@ class Reproduce:
         """Returns the recipes, cut down as asked."""
         from consequent_lab.paper.recipes import matches
 
-        variants = sorted({variant for recipe in recipes for variant in recipe.variants})
+        variants = sorted({one.variant for recipe in recipes for one in recipe.contestants})
         for pattern in self.variants:
             if not any(matches(variant, (pattern,)) for variant in variants):
                 raise ValueError(f"--variants {pattern} matches none of {', '.join(variants) or 'no variants at all'}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 
 from consequent_lab.comparison import runs_at, terminal_table
-from consequent_lab.progress import ProgressBoard
+from consequent_lab.progress import ProgressBoard, RunLine
 from consequent_lab.runs import RunFolder
 from consequent_lab.screen import console
 from consequent_lab.train_config import TrainConfig, is_own
@@ -125,7 +125,7 @@ class Train(TrainConfig):
             train(config, folder, device, data=data, ranks=ranks)
             return
         with ProgressBoard(screen) as board:
-            watcher = board.run(config.title)
+            watcher = RunLine(config.title, board)
             try:
                 train(config, folder, device, data=data, watcher=watcher, ranks=ranks)
             except KeyboardInterrupt:

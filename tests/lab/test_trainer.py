@@ -18,7 +18,7 @@ from consequent_lab.configured import build_model, build_optimizer
 from consequent_lab.datasets import Dataset, load, prepared
 from consequent_lab.learner import order_of
 from consequent_lab.models import resnet20
-from consequent_lab.progress import ProgressBoard
+from consequent_lab.progress import ProgressBoard, RunLine
 from consequent_lab.runs import DamagedFileError, RunFolder
 from consequent_lab.samples import Evaluation
 from consequent_lab.train_config import TrainConfig
@@ -434,7 +434,7 @@ def watched(screen):
     """Shows a run of 100 iterations that takes a second for each."""
     now = [0.0]
     with ProgressBoard(screen, clock=lambda: now[0]) as board:
-        line = board.run("C-SGD")
+        line = RunLine("C-SGD", board)
         line.started(0, 100)
         for iteration in range(1, 101):
             now[0] += 1

@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
 
 from consequent_lab.kept_runs import KeptRun
 from consequent_lab.paper.findings import Axis, Figure, Finding, Panel, Series, Statement
@@ -13,9 +12,7 @@ from consequent_lab.paper.race_finding import ITERATIONS_OR_SECONDS, circumstanc
 from consequent_lab.paper.rates import Search
 from consequent_lab.paper.recipes import Contestant, Race
 from consequent_lab.paper.statements import Found, Outcome, judged
-from consequent_lab.train_config import TrainConfig
-
-Optimiser = Literal["sgd", "momentum", "nesterov", "adam", "rmsprop"]
+from consequent_lab.train_config import Optimiser, TrainConfig
 
 NAME = "digits"
 SEEDS = (0, 1, 2)

@@ -88,10 +88,10 @@ class KeptContestant(Contestant):
 
 def recipe_kept(make: Callable[[bool], Kept], archive: Archive) -> Kept:
     """Returns the recipe of which something is kept: the full one, else the small one, else the full one, empty."""
-    full, small = make(False), make(True)
-    kept = set(archive.recipes())
-    small_alone = {small.name, f"{small.name}-search"} & kept and not {full.name, f"{full.name}-search"} & kept
-    return small if small_alone else full
+    for recipe in (make(False), make(True)):
+        if archive.variants(recipe.name) or archive.variants(f"{recipe.name}-search"):
+            return recipe
+    return make(False)
 
 
 def kept_race(make: Callable[[bool], Race], runs: Sequence[Path]) -> tuple[Race, list[KeptContestant]]:

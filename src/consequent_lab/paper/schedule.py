@@ -31,7 +31,7 @@ def train_runs(ready: Callable[[], list[Job]], setup: Setup, board: ProgressBoar
 
     def line_of(name: str) -> RunLine:
         if name not in lines:
-            lines[name] = board.run(name)
+            lines[name] = RunLine(name, board)
         return lines[name]
 
     def show(message: tuple[Any, ...]) -> None:

@@ -58,7 +58,6 @@ def test_runs_of_a_recipe_are_in_one_file_and_the_others_stay_as_they_are(runs, 
     write_compact([replace(run, seed=1), replace(run, variant="another")], tmp_path)
     assert set(before.splitlines()) <= set(path.read_bytes().splitlines())
     archive = Archive(tmp_path)
-    assert archive.recipes() == [KEY[0]]
     assert archive.variants(KEY[0]) == ["another", KEY[1]]
     assert [one.seed for one in archive.runs(*KEY[:2])] == [0, 1, 2]
     assert archive.run(*KEY[:2], 1).lines == run.lines
