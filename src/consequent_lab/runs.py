@@ -48,8 +48,6 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._metrics_digest = hashlib.sha256()
-        self._metrics_bytes = 0
 
     @classmethod
     def of(cls, runs: Path, recipe: str, variant: str, seed: int) -> "RunFolder":
@@ -59,9 +57,6 @@ class RunFolder:
         'runs/mlp/c-sgd/seed0'
         """
         return cls(runs / recipe / variant / f"seed{seed}")
-
-    def __reduce__(self) -> tuple[type["RunFolder"], tuple[Path]]:
-        return type(self), (self.path,)  # another process sees the same files, and writes only once it has opened them
 
     # ---- opening ------------------------------------------------------------------------------------------------
 
@@ -118,9 +113,7 @@ class RunFolder:
         path = self.path / "environment.json"
         if not path.exists():
             return []
-        starts = _read_object(path).get("starts")
-        if not isinstance(starts, list):
-            raise DamagedFileError(f"{path} is damaged: it has no list of starts")
+        starts: list[dict[str, Any]] = _read_object(path)["starts"]
         return starts
 
     # ---- metrics ------------------------------------------------------------------------------------------------
@@ -130,8 +123,6 @@ class RunFolder:
         data = (json.dumps(plain_numbers(line, DIGITS), ensure_ascii=False, allow_nan=False) + "\n").encode()
         with (self.path / "metrics.jsonl").open("ab") as file:
             file.write(data)
-        self._metrics_digest.update(data)
-        self._metrics_bytes += len(data)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Returns the lines so far. An unfinished run's last line may be torn, and is then left out.
@@ -139,9 +130,7 @@ class RunFolder:
         Raises:
             DamagedFileError: if a line cannot be read, or a finished run's metrics are not those it finished with.
         """
-        path = self.path / "metrics.jsonl"
-        data = path.read_bytes() if path.exists() else b""
-        outcome = self.outcome()
+        path, data, outcome = self.path / "metrics.jsonl", self._metrics_bytes(), self.outcome()
         if outcome is not None:
             self._check_metrics(data, outcome["metrics"], "when the run was finished")
             if len(data) > outcome["metrics"]["bytes"]:
@@ -161,7 +150,12 @@ class RunFolder:
         if (self.path / "metrics.jsonl").exists():
             with (self.path / "metrics.jsonl").open("rb+") as file:
                 os.fsync(file.fileno())
-        return {"bytes": self._metrics_bytes, "sha256": self._metrics_digest.hexdigest()}
+        data = self._metrics_bytes()
+        return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+    def _metrics_bytes(self) -> bytes:
+        path = self.path / "metrics.jsonl"
+        return path.read_bytes() if path.exists() else b""
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
@@ -186,16 +180,12 @@ class RunFolder:
         Raises:
             DamagedFileError: if the checkpoint or the metrics are not what was written. Nothing was changed then.
         """
-        path = self.path / "metrics.jsonl"
-        data = path.read_bytes() if path.exists() else b""
-        checkpoint = self._load_checkpoint()
-        length = 0
+        data, checkpoint, length = self._metrics_bytes(), self._load_checkpoint(), 0
         if checkpoint is not None:
             length = checkpoint["metrics"]["bytes"]
             self._check_metrics(data, checkpoint["metrics"], "at the last checkpoint")
         if len(data) > length:
-            os.truncate(path, length)
-        self._metrics_digest, self._metrics_bytes = hashlib.sha256(data[:length]), length
+            os.truncate(self.path / "metrics.jsonl", length)
         return None if checkpoint is None else checkpoint["state"]
 
     def checkpoint(self) -> dict[str, Any] | None:
@@ -229,12 +219,7 @@ class RunFolder:
     def outcome(self) -> dict[str, Any] | None:
         """Returns how the run ended, or None if it has not."""
         path = self.path / "done.json"
-        if not path.exists():
-            return None
-        outcome = _read_object(path)
-        if not isinstance(outcome.get("metrics"), dict) or not {"bytes", "sha256"} <= outcome["metrics"].keys():
-            raise DamagedFileError(f"{path} is damaged: it does not say what the metrics were")
-        return outcome
+        return _read_object(path) if path.exists() else None
 
     # ---- files --------------------------------------------------------------------------------------------------
 
@@ -291,14 +276,10 @@ def _digest(value: dict[str, Any], following: bytes) -> str:
 
 def environment(device: str) -> dict[str, Any]:
     """Returns what a run's numbers may depend on: versions, device, commit."""
-    return measured_on(device) | {"commit": _own_commit()}
+    return measured_on(device) | {"commit": _commit(Path(__file__).parent)}
 
 
 @functools.cache  # the process runs the code that it has imported, whatever is committed later
-def _own_commit() -> str | None:
-    return _commit(Path(__file__).parent)
-
-
 def _commit(folder: Path) -> str | None:
     """Returns the commit that the code is from, with a plus if it was changed since; None outside of a checkout."""
 
