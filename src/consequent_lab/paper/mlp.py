@@ -18,7 +18,7 @@ from consequent_lab.paper.kept_contestants import (
     lowered,
     spread,
 )
-from consequent_lab.paper.measures import EPOCHS_OF_A_DROP, apart, crossing, sharp_drop
+from consequent_lab.paper.measures import EPOCHS_OF_A_DROP, crossing, distance, sharp_drop
 from consequent_lab.paper.race_finding import circumstances, curve_panels, race_finding, search_figure, seconds_note
 from consequent_lab.paper.rates import Search
 from consequent_lab.paper.recipes import Contestant, Race
@@ -161,7 +161,9 @@ def gains(one: KeptContestant, other: KeptContestant, by: str = "iteration") -> 
 
 def loss_dependence(unit: KeptContestant, features: KeptContestant) -> float | None:
     """Returns how far apart the losses are with the two normalisations, in decades, over epochs and pairs of runs."""
-    return _mean(lowered(unit, features, quantity="train_loss", measure=lambda a, b: apart(a[1:], b[1:])))
+    return _mean(
+        lowered(unit, features, quantity="train_loss", measure=lambda a, b: distance(a[1:], b[1:], in_decades=True))
+    )
 
 
 def accuracy_dependence(unit: KeptContestant, features: KeptContestant) -> float | None:

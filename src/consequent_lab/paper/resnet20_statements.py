@@ -24,7 +24,6 @@ from consequent_lab.paper.kept_contestants import (
 from consequent_lab.paper.measures import (
     about,
     advantage,
-    apart,
     crossing,
     distance,
     first_above,
@@ -163,7 +162,7 @@ class Judge:
         return f"{'; '.join(shown)}.", [RULES[row.get("holds", "above 0")](values) for values in gains.values()]
 
     def _c_adam_changes_nothing(self) -> Found:
-        gaps = lowered(self._kept["C-Adam"], self._kept["Adam"], measure=apart)
+        gaps = lowered(self._kept["C-Adam"], self._kept["Adam"], measure=partial(distance, in_decades=True))
         mean = lowered(self._kept["C-Adam"], self._kept["Adam"])
         return f"{decades(gaps)}; with their signs {decades(mean)}.", [
             all(gap <= CHANGES_LITTLE for gap in gaps) if gaps else None
