@@ -100,13 +100,13 @@ def test_curves_are_where_their_numbers_are(shared):
 
 def test_a_legend_click_hides_all_seeds_and_another_one_shows_them(opened):
     resnet = figure(opened(), "resnet20")
-    button = resnet.get_by_role("button", name="C-Nesterov", exact=True)
-    button.click()
+    box = resnet.get_by_role("checkbox", name="C-Nesterov", exact=True)
+    box.click()
     assert curves(resnet) == 48 - 4, "three seeds and their median"
-    assert button.get_attribute("aria-pressed") == "false"
-    button.press("Enter")
+    assert not box.is_checked()
+    box.press("Space")
     assert curves(resnet) == 48
-    button.dblclick()
+    box.dblclick()
     assert curves(resnet) == 4, "a double click leaves this one alone"
     resnet.get_by_role("button", name="Show all curves").click()
     assert curves(resnet) == 48
@@ -114,7 +114,7 @@ def test_a_legend_click_hides_all_seeds_and_another_one_shows_them(opened):
 
 def test_a_legend_click_hides_a_curve_in_all_panels(shared):
     surface = figure(shared, "loss-surface")
-    surface.get_by_role("button", name="SGD", exact=True).click()
+    surface.get_by_role("checkbox", name="SGD", exact=True).click()
     assert [curves(panel) for panel in surface.locator(".panel").all()] == [2, 2]
 
 
@@ -122,14 +122,14 @@ def test_axes_are_switched_in_all_panels(opened):
     resnet = figure(opened(), "resnet20")
     assert resnet.locator(".xtitle").all_text_contents() == ["iterations"] * 2
     assert 50 * POINTS < max(marks(resnet)) <= 100 * POINTS
-    resnet.get_by_role("button", name="seconds").click()
+    resnet.get_by_role("radio", name="seconds").click()
     assert resnet.locator(".xtitle").all_text_contents() == ["seconds"] * 2
     assert 0.15 * POINTS < max(marks(resnet)) <= 0.32 * POINTS
-    resnet.get_by_role("button", name="training accuracy").click()
+    resnet.get_by_role("radio", name="training accuracy").click()
     assert resnet.locator(".ytitle").all_text_contents() == ["training accuracy"] * 2
     assert max(marks(resnet, direction="y")) <= 1
     assert len(set(steps(marks(resnet, direction="y")))) == 1, "linear, as its axis says"
-    resnet.get_by_role("button", name="iterations").click()
+    resnet.get_by_role("radio", name="iterations").click()
     assert resnet.locator(".xtitle").all_text_contents() == ["iterations"] * 2
 
 
@@ -139,11 +139,11 @@ def steps(numbers):
 
 def test_choices_of_other_panels_stay_as_they_are(shared):
     begun = figure(shared, "begun")
-    begun.get_by_role("button", name="another loss").click()
-    begun.get_by_role("button", name="another accuracy").click()
+    begun.get_by_role("radio", name="another loss").click()
+    begun.get_by_role("radio", name="another accuracy").click()
     assert begun.locator(".ytitle").all_text_contents() == ["another loss", "another accuracy"]
-    pressed = begun.locator("[data-column][aria-pressed=true]").all_text_contents()
-    assert pressed == ["another loss", "another accuracy"]
+    checked = begun.locator("label:has([data-direction]:checked)").all_text_contents()
+    assert checked == ["another loss", "another accuracy"]
 
 
 def test_log_and_linear_scales_are_switched(opened):
@@ -152,11 +152,11 @@ def test_log_and_linear_scales_are_switched(opened):
     assert not log.is_visible(), "the first screen goes without"
     page = resnet.page
     page.add_style_tag(content="#lead [aria-label='Logarithmic scale'] { display: flex !important; }")
-    vertical, horizontal = log.get_by_role("button", name="vertical"), log.get_by_role("button", name="horizontal")
-    assert vertical.get_attribute("aria-pressed") == "true"
+    vertical, horizontal = log.get_by_role("checkbox", name="vertical"), log.get_by_role("checkbox", name="horizontal")
+    assert vertical.is_checked()
     assert all(after / before >= 1.99 for before, after in pairwise(marks(resnet, direction="y")))
     vertical.click()
-    assert vertical.get_attribute("aria-pressed") == "false"
+    assert not vertical.is_checked()
     assert all(len(set(steps(marks(resnet, panel, "y")))) == 1 for panel in (0, 1))
     horizontal.click()
     assert all(after / before >= 1.99 for before, after in pairwise(marks(resnet)))
@@ -180,7 +180,7 @@ def test_dragging_zooms_and_the_zoom_outlives_a_legend_click(opened):
     page.mouse.up()
     zoomed = marks(resnet)
     assert max(zoomed) - min(zoomed) < 0.6 * (max(before) - min(before))
-    resnet.get_by_role("button", name="C-Adam", exact=True).click()
+    resnet.get_by_role("checkbox", name="C-Adam", exact=True).click()
     assert marks(resnet) == zoomed
     plot.get_by_role("button", name="Reset zoom").click()
     assert marks(resnet) == before
@@ -194,7 +194,7 @@ def test_hovering_tells_names_as_they_are(shared):
     assert odd.locator(".tip b").text_content() == HOSTILE
     assert odd.locator(".tip").inner_text().endswith(": 3")
     assert odd.locator(".xtitle").text_content() == odd.locator(".ytitle").text_content() == HOSTILE
-    assert odd.locator(".legend button").first.inner_text() == HOSTILE
+    assert odd.locator(".legend label").first.inner_text() == HOSTILE
     assert shared.locator("script").count() == 3
 
 
@@ -235,7 +235,7 @@ def test_a_phone_needs_no_sideways_scrolling_and_hits_every_button(opened):
         details.evaluate("details => { details.open = true; }")
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     assert max(edge["right"] for edge in edges(page)) <= 390
-    for button in page.locator("main button:visible, header button").all():
+    for button in page.locator("main :is(button, label):visible").all():
         assert button.bounding_box()["height"] >= 40, button.inner_text()
     assert not cut_off(page)
 

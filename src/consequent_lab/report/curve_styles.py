@@ -142,7 +142,7 @@ def _hues(optimisers: dict[str, bool]) -> dict[str, Hue]:
 def _stages(groups: list[str]) -> dict[str, CurveStyle]:
     """Gives stages of one thing, in the order of their numbers, colours from faint to strong."""
     names = sorted(groups, key=lambda name: [float(part) for part in re.findall(r"\d+\.?\d*", name.replace(",", ""))])
-    ramps = [LinearSegmentedColormap.from_list("", stops, N=4096) for stops in RAMP]
+    ramps = [LinearSegmentedColormap.from_list("", stops) for stops in RAMP]
     return {
         name: CurveStyle(Colour(*(to_hex(ramp(place)) for ramp in ramps)), "solid", 2.2)
         for name, place in zip(names, np.linspace(0, 1, len(names)), strict=True)
