@@ -69,10 +69,13 @@ class RunFolder:
             BlockingIOError: if another process holds it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with _locked(self.path / ".lock"):
-            for name in ("config.json", "environment.json", "checkpoint.pt", "done.json"):
-                for leftover in self.path.glob(f".{name}.*"):  # of a writer that was killed
-                    leftover.unlink()
+        try:  # the system takes a lock back when the process ends, however it ends
+            lock = FileLock(self.path / ".lock", timeout=0).acquire()
+        except Timeout as error:
+            raise BlockingIOError(f"{self.path} is being written to by another process") from error
+        with lock:
+            for leftover in self.path.glob(".*.*.*"):  # of a writer that was killed
+                leftover.unlink()
             if (self.path / "config.json").exists():
                 self._refuse_other(config)
             else:
@@ -296,17 +299,6 @@ def _commit(folder: Path) -> str | None:
     commit = git("rev-parse", "HEAD")
     changed = git("status", "--porcelain", "--untracked-files=no", "--", str(folder.parent))
     return f"{commit}+" if commit and changed else commit
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock that the system takes back when the process ends, however it ends."""
-    try:
-        lock = FileLock(path, timeout=0).acquire()
-    except Timeout as error:
-        raise BlockingIOError(f"{path.parent} is being written to by another process") from error
-    with lock:
-        yield
 
 
 def checkpoint_seal(payload: "bytes | memoryview") -> bytes:
