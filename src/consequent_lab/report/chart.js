@@ -184,7 +184,7 @@ class Chart {
     const path = this.line(xs, ys);
     if (curve.style !== "markers") {
       const width = faint ? 1 : style.width;
-      element("path", { class: "line", d: path, "stroke-width": width, "stroke-dasharray": faint ? "none" : curve.dash }, group);
+      element("path", { class: "line", d: path, "stroke-width": width, "stroke-dasharray": faint ? "none" : style.dashes }, group);
     }
     if (curve.style === "line" || (faint && curve.style !== "markers")) return;
     for (const [, x, y] of path.matchAll(/[ML]([-\d.]+) ([-\d.]+)/g)) {

@@ -72,6 +72,11 @@ class CurveStyle:
     symbol: Symbol = "circle"
     points_only: bool = False  # no line in any panel
 
+    @property
+    def dashes(self) -> str:
+        """The dashes as SVG wants them."""
+        return " ".join(f"{length * self.width:.1f}" for length in DASHES[self.dash]) or "none"
+
 
 def curve_styles(figure: Figure) -> dict[str, CurveStyle]:
     """Returns the style of every group of a figure, in the order of a legend: those of one optimiser side by side."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from consequent_lab.paper.findings import Axis, Contours, Figure, Number, Panel
-from consequent_lab.report.curve_styles import DASHES, CurveStyle, curve_styles
+from consequent_lab.report.curve_styles import CurveStyle, curve_styles
 from consequent_lab.report.seeds import curves
 
 DIGITS = 5  # more than a screen shows
@@ -19,7 +19,7 @@ def payload(figure: Figure) -> dict[str, Any]:
     styles = curve_styles(figure)
     return {
         "name": figure.name,
-        "styles": [asdict(style) for style in styles.values()],
+        "styles": [asdict(style) | {"dashes": style.dashes} for style in styles.values()],
         "panels": [_panel(panel, styles) for panel in figure.panels],
     }
 
@@ -72,17 +72,11 @@ def _panel(panel: Panel, styles: dict[str, CurveStyle]) -> dict[str, Any]:
                 "group": numbers[curve.series.group],
                 "style": curve.series.style,
                 "role": curve.role,
-                "dash": _dash(styles[curve.series.group]),
                 "columns": {name: [*map(rounded, curve.series.columns[name])] for name in shown},
             }
             for curve in curves(panel)
         ],
     }
-
-
-def _dash(style: CurveStyle) -> str:
-    """Returns the dashes as SVG wants them."""
-    return " ".join(f"{length * style.width:.1f}" for length in DASHES[style.dash]) or "none"
 
 
 def contour_lines(contours: Contours) -> list[list[list[Number]]]:
