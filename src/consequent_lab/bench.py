@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # The command line reads this file for its options; torch is 
     from consequent_lab.timing import Plan
 
 T = TypeVar("T")
-Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Bench:
     benchmarks.scaling), and the first step of a new process (python -m benchmarks.first_step).
     """
 
-    device: Device = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where; auto takes a GPU if there is one."""
     output: Path = Path("bench.json")
     """The JSON file."""
@@ -76,10 +75,10 @@ class Bench:
             record["measurements"].append(measurement)
             write_json(self.output, record)  # after every match: an interrupted bench is not lost
             seconds = time.perf_counter() - start
-            screen.print(f"{match.name}: {match.task.title}, {match.mode}: {seconds:.0f} s", markup=False)
+            screen.print(f"{match.name}: {match.task.title}, {match.mode}: {seconds:.0f} s")
         screen.print(Markdown("\n".join(cost_table([record]))))
         for line in verdicts(record["rows"]):
-            screen.print(line, markup=False, soft_wrap=True)
+            screen.print(line, soft_wrap=True)
         screen.print(f"Numbers: {self.output}")
 
     def _plan(self, device: str) -> "Plan":

@@ -37,4 +37,4 @@ class Collect:
                 size += write_compact(runs, self.output).stat().st_size
                 count += len(runs)
         screen = console()
-        screen.print(f"{count} runs, {size / 1e6:.2f} MB: {self.output}", markup=False, soft_wrap=True)
+        screen.print(f"{count} runs, {size / 1e6:.2f} MB: {self.output}", soft_wrap=True)

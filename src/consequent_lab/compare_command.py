@@ -40,12 +40,12 @@ class Compare:
             self.csv.parent.mkdir(parents=True, exist_ok=True)
             with self.csv.open("w", newline="") as file:
                 write_csv(file, runs)
-            screen.print(f"Readings: {self.csv}", markup=False, soft_wrap=True)
+            screen.print(f"Readings: {self.csv}", soft_wrap=True)
         if self.tensorboard is not None:
             write_tensorboard(self.tensorboard, runs)
-            screen.print(f"Scalars: tensorboard --logdir {self.tensorboard}", markup=False, soft_wrap=True)
+            screen.print(f"Scalars: tensorboard --logdir {self.tensorboard}", soft_wrap=True)
         if self.figure is not None:
             from consequent_lab.report.static import draw_once
 
             draw_once(figure_of(runs), [self.figure])
-            screen.print(f"Curves: {self.figure}", markup=False, soft_wrap=True)
+            screen.print(f"Curves: {self.figure}", soft_wrap=True)

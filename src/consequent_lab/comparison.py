@@ -13,7 +13,6 @@ from typing import IO
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from rich.text import Text
 
 from consequent_lab.kept_runs import KeptRun, Line, run_in
 from consequent_lab.numbers import three_digits
@@ -103,7 +102,7 @@ def terminal_table(runs: Sequence[KeptRun]) -> Table:
     for label, group in by_label(runs).items():
         ended = [run for run in group if not run.diverged]
         table.add_row(
-            Text(label),
+            label,
             str(len(group)),
             f"{statistics.median(run.iterations for run in group):,.0f}",
             shown_seconds(statistics.median(run.outcome["seconds"] for run in group)),

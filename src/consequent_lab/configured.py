@@ -46,7 +46,7 @@ class ConfiguredLearner(Learner):
         _refuse(config, dataset, device, ranks)
         channels_last = config.is_convolutional and config.channels_last
         data = prepared(dataset, config.normalisation, device, not config.is_convolutional, channels_last)
-        model = model_of(config, dataset).to(device)
+        model = build_model(config, dataset).to(device)
         if channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._wants_graph = (
@@ -243,20 +243,16 @@ def _what_changes(config: TrainConfig) -> str:
 # ---- what it is made of ------------------------------------------------------------------------------------------
 
 
-def model_of(config: TrainConfig, dataset: Dataset) -> nn.Module:
+def build_model(config: TrainConfig, dataset: Dataset) -> nn.Module:
     """Returns the model with the seed's first weights."""
-    if is_own(config.model):
-        return first_model(config.seed, lambda: own_model(config.model, dataset))
-    outputs = dataset.train_labels.shape[-1] if dataset.classes is None else dataset.classes
-    return build_model(config, tuple(dataset.train_images.shape[1:]), outputs)
 
-
-def build_model(config: TrainConfig, shape: tuple[int, ...], outputs: int) -> nn.Sequential:
-    """Returns one of the lab's models with the seed's first weights; the shape of an image has its channels first."""
-
-    def make() -> nn.Sequential:
+    def make() -> nn.Module:
+        if is_own(config.model):
+            return own_model(config.model, dataset)
+        shape = dataset.train_images.shape[1:]
+        outputs = dataset.train_labels.shape[-1] if dataset.classes is None else dataset.classes
         if config.model == "mlp":
-            return mlp(torch.Size(shape).numel(), config.hidden, outputs)
+            return mlp(shape.numel(), config.hidden, outputs)
         batch_norm = config.model == "resnet20-bn"
         return residual_net(config.widths, config.blocks, batch_norm, channels=shape[0], classes=outputs)
 

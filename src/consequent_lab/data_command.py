@@ -46,8 +46,7 @@ class Data:
             table.add_column(heading, justify="right", no_wrap=True)
         for name, state in states.items():
             colour = COLOURS.get(state.checked, "green")
-            # A path may hold what rich would take for markup.
-            table.add_row(name, Text(state.where), state.images, state.classes, Text(state.checked, style=colour))
+            table.add_row(name, state.where, state.images, state.classes, Text(state.checked, style=colour))
         screen.print(table)
         if not self.download and any(state.checked in ("missing", "incomplete") for state in states.values()):
             screen.print("What is missing is downloaded with --download.")
@@ -68,13 +67,13 @@ class State(NamedTuple):
 
 def inspect(name: str, folder: Path) -> State:
     """Returns what there is of a data set, after reading all of it."""
-    from consequent_lab.datasets import EMBEDDED, layout_of, load, locate
+    from consequent_lab.datasets import EMBEDDED, LAYOUTS, load, locate
 
     where = "in scikit-learn"
     if name != EMBEDDED:
-        place, missing = locate(layout_of(name), folder)
+        place, missing = locate(LAYOUTS[name], folder)
         where = str(place)
-        if len(missing) == len(layout_of(name).files):
+        if len(missing) == len(LAYOUTS[name].files):
             return State()
         if missing:
             return State(where, checked="incomplete", problem=f"{name}: {where} has no {', '.join(missing)}")

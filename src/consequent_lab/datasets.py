@@ -11,7 +11,7 @@ import os
 import shlex
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,6 @@ from consequent_lab.samples import Data, Samples
 
 FOLDER_VARIABLE = "CONSEQUENT_DATA"
 DEFAULT_FOLDER = Path("data")
-NORMALISATIONS = ("unit", "centred", "symmetric", "features")
 
 
 @dataclass(frozen=True)
@@ -118,17 +117,14 @@ CIFAR10 = Layout(
     digests={"cifar-10-binary.tar.gz": "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"},
     label_classes=(10,),
 )
-CIFAR100 = Layout(
+CIFAR100 = replace(
+    CIFAR10,
     name="cifar100",
     title="CIFAR-100",
     classes=100,
-    shape=(3, 32, 32),
-    train=50_000,
-    test=10_000,
     places=("cifar-100-binary", "."),
     train_files=("train.bin",),
     test_files=("test.bin",),
-    address="https://www.cs.toronto.edu/~kriz",
     digests={"cifar-100-binary.tar.gz": "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"},
     label_classes=(20, 100),
 )
@@ -164,7 +160,7 @@ def load(name: str = EMBEDDED, folder: Path | None = None) -> Dataset:
 
     Raises:
         FileNotFoundError: if a file is not there; says which, and how to get it.
-        ValueError: if there is no such data set, or a file is not what it should be; names it.
+        ValueError: if a file is not what it should be; names it.
 
     >>> digits = load("digits")
     >>> tuple(digits.train_images.shape), tuple(digits.test_images.shape)
@@ -172,14 +168,7 @@ def load(name: str = EMBEDDED, folder: Path | None = None) -> Dataset:
     """
     if name == EMBEDDED:
         return _digits()
-    return read(layout_of(name), data_folder(folder))
-
-
-def layout_of(name: str) -> Layout:
-    """Returns the layout of a data set that lies in files."""
-    if name not in LAYOUTS:
-        raise ValueError(f"there is no data set {name!r}; there are {', '.join(NAMES)}")
-    return LAYOUTS[name]
+    return read(LAYOUTS[name], data_folder(folder))
 
 
 def data_folder(folder: Path | None) -> Path:
@@ -203,16 +192,13 @@ def read(layout: Layout, folder: Path) -> Dataset:
     place, missing = locate(layout, folder)
     if missing:
         raise FileNotFoundError(_how_to_get(layout, folder, place, missing))
-    train_images, train_labels = _split(layout, place, layout.train_files, layout.train)
-    test_images, test_labels = _split(layout, place, layout.test_files, layout.test)
-    return Dataset(layout.name, train_images, train_labels, test_images, test_labels, layout.classes)
-
-
-def _split(layout: Layout, place: Path, files: tuple[str, ...], count: int) -> tuple[Tensor, Tensor]:
-    paths = [path for file in files if (path := layout.find(place, file)) is not None]
-    images, labels = layout.read(paths, count)
-    _check_balance(layout, paths, labels, count)
-    return images, labels
+    splits = []
+    for files, count in ((layout.train_files, layout.train), (layout.test_files, layout.test)):
+        paths = [path for file in files if (path := layout.find(place, file)) is not None]
+        images, labels = layout.read(paths, count)
+        _check_balance(layout, paths, labels, count)
+        splits.append((images, labels))
+    return Dataset(layout.name, *splits[0], *splits[1], layout.classes)
 
 
 def _how_to_get(layout: Layout, folder: Path, place: Path, missing: list[str]) -> str:
@@ -350,8 +336,6 @@ def _normaliser(images: Tensor, normalisation: str) -> tuple[Tensor, Tensor]:
         mean, deviation = _moments(images)
         return mean, torch.where(deviation > 0, 1 / deviation, 0.0)
     ranges = {"unit": (0.0, 255.0), "centred": (127.5, 255.0), "symmetric": (127.5, 127.5)}
-    if normalisation not in ranges:
-        raise ValueError(f"there is no normalisation {normalisation!r}; there are {', '.join(NORMALISATIONS)}")
     shift, divisor = ranges[normalisation]
     return torch.tensor(shift, dtype=torch.float64), torch.tensor(1 / divisor, dtype=torch.float64)
 

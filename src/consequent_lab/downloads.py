@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pooch
-from requests import RequestException
+import requests
 from rich.progress import Progress
 
 from consequent_lab.datasets import Layout, locate
@@ -54,43 +54,25 @@ def fetch(url: str, digest: str, folder: Path, bars: Progress) -> Path:
             )
         return path
     pooch.get_logger().setLevel("WARNING")
-    downloader = pooch.HTTPDownloader(progressbar=_Bar(bars, name), chunk_size=CHUNK, timeout=TIMEOUT)
+    task = bars.add_task(name, total=None)
+
+    def download(address: str, output: str, _: pooch.Pooch) -> None:
+        with requests.get(address, stream=True, timeout=TIMEOUT) as response, Path(output).open("wb") as file:
+            response.raise_for_status()
+            bars.reset(task, total=int(response.headers.get("content-length", 0)) or None)
+            for chunk in response.iter_content(CHUNK):
+                file.write(chunk)
+                bars.advance(task, len(chunk))
+
     files = pooch.create(folder, address, registry={name: digest}, retry_if_failed=RETRIES)
     try:
-        files.fetch(name, downloader=downloader)
-    except (ValueError, RequestException) as error:  # a ValueError names both digests
+        files.fetch(name, downloader=download)
+    except (ValueError, requests.RequestException) as error:  # a ValueError names both digests
         raise DownloadError(
             f"cannot download {url} ({error}). "
             f"Without a network: fetch {name} elsewhere, put it into {folder.absolute()} and run this again."
         ) from error
     return path
-
-
-class _Bar:
-    """The progress of one file, as pooch tells it."""
-
-    def __init__(self, bars: Progress, name: str) -> None:
-        self._bars, self._task = bars, bars.add_task(name, total=None)
-
-    @property
-    def total(self) -> float | None:
-        """All bytes of the file; set when an attempt begins."""
-        return self._bars.tasks[self._task].total
-
-    @total.setter
-    def total(self, size: int) -> None:
-        self._bars.reset(self._task, total=size or None)
-
-    def update(self, size: int) -> None:
-        """Adds bytes that have arrived."""
-        self._bars.advance(self._task, size)
-
-    def reset(self) -> None:
-        """Forgets them: pooch counts whole chunks, and says the true number in the end."""
-        self._bars.update(self._task, completed=0)
-
-    def close(self) -> None:
-        """Leaves the bar to be seen."""
 
 
 def unpack(archive: Path, inner: str, place: Path, wanted: list[str]) -> None:

@@ -68,14 +68,10 @@ def expected_jobs(recipes: Iterable[Recipe], archive: Archive, steps: tuple[Step
 
 def forecast(jobs: Iterable[Job], workers: int, cost: Callable[[TrainConfig], Cost]) -> float:
     """Returns the seconds that all runs take side by side, but for those that need the machine for themselves."""
-    seconds = 0.0
-    known: dict[Hashable, Cost] = {}
-    for job in jobs:
-        kind = kind_of(job.config)
-        if kind not in known:
-            known[kind] = cost(job.config)
-        seconds += known[kind].run(job.config) / (1 if job.alone else workers)
-    return seconds
+    every = list(jobs)
+    first = {kind_of(job.config): job.config for job in reversed(every)}
+    costs = {kind: cost(config) for kind, config in first.items()}
+    return sum(costs[kind_of(job.config)].run(job.config) / (1 if job.alone else workers) for job in every)
 
 
 def kind_of(config: TrainConfig) -> Hashable:

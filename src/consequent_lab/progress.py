@@ -12,20 +12,8 @@ SECONDS_BETWEEN_LINES = 15.0
 SECONDS_BETWEEN_REFRESHES = 0.25
 
 
-class Watcher:
-    """Is told how a run gets on; this one tells nobody."""
-
-    def started(self, iteration: int, total: int) -> None:
-        """The run starts, or goes on, at this iteration out of so many."""
-
-    def advanced(self, iteration: int) -> None:
-        """So many iterations are done; on a GPU, are handed over. Called often."""
-
-    def read(self, line: dict[str, Any]) -> None:
-        """A line of metrics was written."""
-
-    def ended(self, outcome: dict[str, Any], skipped: bool) -> None:
-        """The run is done, or was done before."""
+# Is told how a run gets on: the name of one of RunLine's first four methods, and its arguments.
+Watcher = Callable[..., None]
 
 
 class ProgressBoard(Progress):
@@ -33,7 +21,7 @@ class ProgressBoard(Progress):
 
     Example:
         with ProgressBoard(screen) as board:
-            train(config, folder, device, watcher=board.run("C-SGD, seed 0"))
+            train(config, folder, device, watcher=RunLine("C-SGD, seed 0", board))
     """
 
     def __init__(self, screen: Console, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,12 +37,8 @@ class ProgressBoard(Progress):
         )
         self.clock = clock
 
-    def run(self, name: str) -> "RunLine":
-        """Returns the line of a run: a watcher for `train`."""
-        return RunLine(name, self)
 
-
-class RunLine(Watcher):
+class RunLine:
     """Iterations per second, loss, accuracy and time left of one run."""
 
     def __init__(self, name: str, board: ProgressBoard) -> None:
@@ -67,6 +51,10 @@ class RunLine(Watcher):
         self._training = self._test = ""  # the last metrics
         self._end = ""  # what is to be said at the end, where it was not printed yet
 
+    def __call__(self, event: str, *arguments: Any) -> None:
+        """Something happens to the run."""
+        getattr(self, event)(*arguments)
+
     def started(self, iteration: int, total: int) -> None:
         """The run starts, or goes on, at this iteration out of so many."""
         self._total, self._first = total, iteration
@@ -75,7 +63,7 @@ class RunLine(Watcher):
         self._show(iteration, resumed)
 
     def advanced(self, iteration: int) -> None:
-        """So many iterations are done. Costs next to nothing unless it is time to show something."""
+        """So many iterations are done; on a GPU, are handed over. Called often."""
         now = self._board.clock()
         pause = SECONDS_BETWEEN_LINES if self._board.disable else SECONDS_BETWEEN_REFRESHES
         if now - self._shown_at >= pause:

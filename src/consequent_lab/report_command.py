@@ -31,12 +31,17 @@ class Report:
     def run(self) -> None:
         """Writes the page and the figures."""
         from consequent_lab.paper.experiments import experiments, find
-        from consequent_lab.report.write import write_report
+        from consequent_lab.records import write_atomically
+        from consequent_lab.report.page import page
+        from consequent_lab.report.static import draw
 
         for folder in self.runs:
             if not folder.is_dir():
                 raise ValueError(f"--runs {folder}: no such folder; make the runs with `consequent reproduce all`")
-        written = write_report(find(list(experiments()), *self.runs), self.output, self.figures)
+        findings = find(list(experiments()), *self.runs)
+        text = page(findings)
+        written = [path for finding in findings for figure in finding.figures for path in draw(figure, self.figures)]
+        write_atomically(self.output, lambda file: file.write(text.encode()))
         screen = console()
-        screen.print(f"Page: {self.output} ({self.output.stat().st_size / 1e6:.1f} MB)", markup=False, soft_wrap=True)
-        screen.print(f"Figures: {len(written)} files in {self.figures}", markup=False, soft_wrap=True)
+        screen.print(f"Page: {self.output} ({self.output.stat().st_size / 1e6:.1f} MB)", soft_wrap=True)
+        screen.print(f"Figures: {len(written)} files in {self.figures}", soft_wrap=True)

@@ -77,6 +77,7 @@ class Reproduce:
     def run(self) -> None:
         """Runs what is missing, shows the verdicts, and raises if a run failed."""
         begun = time.time()
+        from consequent_lab.datasets import load
         from consequent_lab.paper.archive import Archive
         from consequent_lab.paper.experiments import experiments, find
         from consequent_lab.paper.schedule import Setup, train_runs
@@ -96,7 +97,8 @@ class Reproduce:
 
         failures: dict[str, str] = {}
         if missing := ready():
-            self._check_data({job.config.dataset for job in missing})
+            for name in sorted({job.config.dataset for job in missing}):
+                load(name, self.data)  # raises before anything is run if a data set is not there
             self._say_how_long(screen, recipes, archive, device, workers)
             if workers > 1:
                 start_importing("consequent_lab.trainer")
@@ -106,11 +108,11 @@ class Reproduce:
             text = f"{len(summary.done)} runs done"
             text += f", {len(failures)} failed" if failures else ""
             text += f"; at least {left} are left: give the same command again to go on" if left else ""
-            screen.print(f"{text}.", markup=False)
+            screen.print(f"{text}.")
         for finding in find(names, *roots):
             _show(screen, finding, with_verdicts=not (self.quick or finding.is_small))
         if self.quick:
-            screen.print(f"\n{MACHINERY}", markup=False, soft_wrap=True)
+            screen.print(f"\n{MACHINERY}", soft_wrap=True)
         if failures:
             listed = "\n".join(f"  {name}: {text}" for name, text in failures.items())
             raise ValueError(f"{len(failures)} run(s) failed:\n{listed}")
@@ -119,7 +121,7 @@ class Reproduce:
         """Returns the recipes, cut down as asked."""
         from consequent_lab.paper.recipes import matches
 
-        variants = sorted({variant for recipe in recipes for variant in recipe.variants})
+        variants = sorted({one.variant for recipe in recipes for one in recipe.contestants})
         for pattern in self.variants:
             if not any(matches(variant, (pattern,)) for variant in variants):
                 raise ValueError(f"--variants {pattern} matches none of {', '.join(variants) or 'no variants at all'}")
@@ -136,27 +138,18 @@ class Reproduce:
         text = f"{len(jobs)} runs{beside}: about {shown_seconds(seconds)} here, by a short timing"
         if any(job.recipe.endswith("-search") for job in jobs):
             text += "; a search may need some more"
-        screen.print(f"{text}.", markup=False, soft_wrap=True)
-
-    def _check_data(self, names: set[str]) -> None:
-        """Raises before anything is run if a data set is not there."""
-        from consequent_lab.datasets import EMBEDDED, data_folder, layout_of, locate, read
-
-        folder = data_folder(self.data)
-        for name in sorted(names - {EMBEDDED}):
-            if locate(layout_of(name), folder)[1]:
-                read(layout_of(name), folder)  # raises, and says how to get it
+        screen.print(f"{text}.", soft_wrap=True)
 
 
 def _show(screen: Console, finding: "Finding", with_verdicts: bool) -> None:
-    screen.print(f"\n[bold]{finding.title}[/bold]")
+    screen.print(f"\n{finding.title}", style="bold")
     if not with_verdicts:
-        screen.print(f"  {finding.summary}", markup=False, soft_wrap=True)
+        screen.print(f"  {finding.summary}", soft_wrap=True)
         return
     for statement in finding.statements:
         share = f" ({statement.share})" if statement.share else ""
         whose = "a control, not the paper's: " if statement.kind == "control" else ""
-        screen.print(f"  {statement.verdict.upper()}{share}: {whose}{statement.paper}", markup=False, soft_wrap=True)
+        screen.print(f"  {statement.verdict.upper()}{share}: {whose}{statement.paper}", soft_wrap=True)
         for text in (statement.measure, statement.measured, statement.circumstances):
             if text:
-                screen.print(f"    {text}", markup=False, soft_wrap=True)
+                screen.print(f"    {text}", soft_wrap=True)

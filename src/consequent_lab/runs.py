@@ -48,8 +48,6 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._metrics_digest = hashlib.sha256()
-        self._metrics_bytes = 0
 
     @classmethod
     def of(cls, runs: Path, recipe: str, variant: str, seed: int) -> "RunFolder":
@@ -59,9 +57,6 @@ class RunFolder:
         'runs/mlp/c-sgd/seed0'
         """
         return cls(runs / recipe / variant / f"seed{seed}")
-
-    def __reduce__(self) -> tuple[type["RunFolder"], tuple[Path]]:
-        return type(self), (self.path,)  # another process sees the same files, and writes only once it has opened them
 
     # ---- opening ------------------------------------------------------------------------------------------------
 
@@ -74,10 +69,13 @@ class RunFolder:
             BlockingIOError: if another process holds it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with _locked(self.path / ".lock"):
-            for name in ("config.json", "environment.json", "checkpoint.pt", "done.json"):
-                for leftover in self.path.glob(f".{name}.*"):  # of a writer that was killed
-                    leftover.unlink()
+        try:  # the system takes a lock back when the process ends, however it ends
+            lock = FileLock(self.path / ".lock", timeout=0).acquire()
+        except Timeout as error:
+            raise BlockingIOError(f"{self.path} is being written to by another process") from error
+        with lock:
+            for leftover in self.path.glob(".*.*.*"):  # of a writer that was killed
+                leftover.unlink()
             if (self.path / "config.json").exists():
                 self._refuse_other(config)
             else:
@@ -118,9 +116,7 @@ class RunFolder:
         path = self.path / "environment.json"
         if not path.exists():
             return []
-        starts = _read_object(path).get("starts")
-        if not isinstance(starts, list):
-            raise DamagedFileError(f"{path} is damaged: it has no list of starts")
+        starts: list[dict[str, Any]] = _read_object(path)["starts"]
         return starts
 
     # ---- metrics ------------------------------------------------------------------------------------------------
@@ -130,8 +126,6 @@ class RunFolder:
         data = (json.dumps(plain_numbers(line, DIGITS), ensure_ascii=False, allow_nan=False) + "\n").encode()
         with (self.path / "metrics.jsonl").open("ab") as file:
             file.write(data)
-        self._metrics_digest.update(data)
-        self._metrics_bytes += len(data)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Returns the lines so far. An unfinished run's last line may be torn, and is then left out.
@@ -139,9 +133,7 @@ class RunFolder:
         Raises:
             DamagedFileError: if a line cannot be read, or a finished run's metrics are not those it finished with.
         """
-        path = self.path / "metrics.jsonl"
-        data = path.read_bytes() if path.exists() else b""
-        outcome = self.outcome()
+        path, data, outcome = self.path / "metrics.jsonl", self._metrics_bytes(), self.outcome()
         if outcome is not None:
             self._check_metrics(data, outcome["metrics"], "when the run was finished")
             if len(data) > outcome["metrics"]["bytes"]:
@@ -161,7 +153,12 @@ class RunFolder:
         if (self.path / "metrics.jsonl").exists():
             with (self.path / "metrics.jsonl").open("rb+") as file:
                 os.fsync(file.fileno())
-        return {"bytes": self._metrics_bytes, "sha256": self._metrics_digest.hexdigest()}
+        data = self._metrics_bytes()
+        return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+    def _metrics_bytes(self) -> bytes:
+        path = self.path / "metrics.jsonl"
+        return path.read_bytes() if path.exists() else b""
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
@@ -186,16 +183,12 @@ class RunFolder:
         Raises:
             DamagedFileError: if the checkpoint or the metrics are not what was written. Nothing was changed then.
         """
-        path = self.path / "metrics.jsonl"
-        data = path.read_bytes() if path.exists() else b""
-        checkpoint = self._load_checkpoint()
-        length = 0
+        data, checkpoint, length = self._metrics_bytes(), self._load_checkpoint(), 0
         if checkpoint is not None:
             length = checkpoint["metrics"]["bytes"]
             self._check_metrics(data, checkpoint["metrics"], "at the last checkpoint")
         if len(data) > length:
-            os.truncate(path, length)
-        self._metrics_digest, self._metrics_bytes = hashlib.sha256(data[:length]), length
+            os.truncate(self.path / "metrics.jsonl", length)
         return None if checkpoint is None else checkpoint["state"]
 
     def checkpoint(self) -> dict[str, Any] | None:
@@ -229,12 +222,7 @@ class RunFolder:
     def outcome(self) -> dict[str, Any] | None:
         """Returns how the run ended, or None if it has not."""
         path = self.path / "done.json"
-        if not path.exists():
-            return None
-        outcome = _read_object(path)
-        if not isinstance(outcome.get("metrics"), dict) or not {"bytes", "sha256"} <= outcome["metrics"].keys():
-            raise DamagedFileError(f"{path} is damaged: it does not say what the metrics were")
-        return outcome
+        return _read_object(path) if path.exists() else None
 
     # ---- files --------------------------------------------------------------------------------------------------
 
@@ -291,14 +279,10 @@ def _digest(value: dict[str, Any], following: bytes) -> str:
 
 def environment(device: str) -> dict[str, Any]:
     """Returns what a run's numbers may depend on: versions, device, commit."""
-    return measured_on(device) | {"commit": _own_commit()}
+    return measured_on(device) | {"commit": _commit(Path(__file__).parent)}
 
 
 @functools.cache  # the process runs the code that it has imported, whatever is committed later
-def _own_commit() -> str | None:
-    return _commit(Path(__file__).parent)
-
-
 def _commit(folder: Path) -> str | None:
     """Returns the commit that the code is from, with a plus if it was changed since; None outside of a checkout."""
 
@@ -315,17 +299,6 @@ def _commit(folder: Path) -> str | None:
     commit = git("rev-parse", "HEAD")
     changed = git("status", "--porcelain", "--untracked-files=no", "--", str(folder.parent))
     return f"{commit}+" if commit and changed else commit
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock that the system takes back when the process ends, however it ends."""
-    try:
-        lock = FileLock(path, timeout=0).acquire()
-    except Timeout as error:
-        raise BlockingIOError(f"{path.parent} is being written to by another process") from error
-    with lock:
-        yield
 
 
 def checkpoint_seal(payload: "bytes | memoryview") -> bytes:

@@ -4,6 +4,6 @@ from rich.console import Console
 
 
 def console() -> Console:
-    """Returns the console; where there is no terminal, lines are long enough for a table."""
-    screen = Console(highlight=False)
-    return screen if screen.is_terminal else Console(highlight=False, width=120)
+    """Returns the console, which takes text as it is; where there is no terminal, lines are long enough for a table."""
+    screen = Console(highlight=False, markup=False)
+    return screen if screen.is_terminal else Console(highlight=False, markup=False, width=120)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 
 from consequent_lab.comparison import runs_at, terminal_table
-from consequent_lab.progress import ProgressBoard
+from consequent_lab.progress import ProgressBoard, RunLine
 from consequent_lab.runs import RunFolder
 from consequent_lab.screen import console
 from consequent_lab.train_config import TrainConfig, is_own
@@ -125,13 +125,13 @@ class Train(TrainConfig):
             train(config, folder, device, data=data, ranks=ranks)
             return
         with ProgressBoard(screen) as board:
-            watcher = board.run(config.title)
+            watcher = RunLine(config.title, board)
             try:
                 train(config, folder, device, data=data, watcher=watcher, ranks=ranks)
             except KeyboardInterrupt:
                 if (folder.path / "checkpoint.pt").exists():
                     text = f"{folder.path} has a checkpoint: the same command goes on from it."
-                    screen.print(text, markup=False, soft_wrap=True)
+                    screen.print(text, soft_wrap=True)
                 raise
 
     def _searched(self, config: TrainConfig, screen: Console, device: str) -> TrainConfig:
@@ -152,18 +152,18 @@ class Train(TrainConfig):
             raise DivergedError(f"every run of the search diverged; try smaller learning rates than {rates[0]:g}")
         words = f"learning rate {best.lr:g}"
         words += f" and relative damping {best.relative_damping:g}" if self.search_damping else ""
-        screen.print(f"Best of {len(losses)}: {words}, validation loss {losses[best]:.4g}.", markup=False)
+        screen.print(f"Best of {len(losses)}: {words}, validation loss {losses[best]:.4g}.")
         for what, value, some in (("learning rate", best.lr, rates), ("damping", best.relative_damping, dampings)):
             if len(some) > 1 and value in (some[0], some[-1]):
                 end, beyond = ("smallest", "smaller") if value == some[0] else ("largest", "larger")
-                screen.print(f"This {what} is the {end} that was tried: try {beyond} ones, too.", markup=False)
+                screen.print(f"This {what} is the {end} that was tried: try {beyond} ones, too.")
         return best
 
 
 def _report(folders: list[RunFolder], screen: Console) -> None:
     """Says where the runs are, and what several came to; raises if one diverged."""
     for folder in folders:
-        screen.print(f"Run: {folder.path}", markup=False, soft_wrap=True)
+        screen.print(f"Run: {folder.path}", soft_wrap=True)
     if len(folders) > 1:
         screen.print(terminal_table(runs_at([folder.path for folder in folders])))
     diverged = [

@@ -7,6 +7,8 @@ from itertools import pairwise
 from typing import Literal
 
 DEFAULT_EPOCHS = 10
+Optimiser = Literal["sgd", "momentum", "nesterov", "adam", "rmsprop"]
+Normalisation = Literal["unit", "centred", "symmetric", "features"]
 DATASETS = ("digits", "cifar10", "cifar100", "fashion-mnist")
 MODELS = ("mlp", "resnet20", "resnet20-bn")
 
@@ -30,7 +32,7 @@ class TrainConfig:
     """resnet20: channels of every stage; every stage but the first halves the image."""
     blocks: int = 3
     """resnet20: of two convolutions, in every stage."""
-    optimiser: Literal["sgd", "momentum", "nesterov", "adam", "rmsprop"] = "sgd"
+    optimiser: Optimiser = "sgd"
     """One of torch's."""
     consequentialist: bool = True
     """Its C- version, or the plain one."""
@@ -61,7 +63,7 @@ class TrainConfig:
     """How long to train; None: --epochs says it."""
     epochs: int | None = None
     """How often to go through the training set; None: 10 times, unless --iterations is given."""
-    normalisation: Literal["unit", "centred", "symmetric", "features"] = "unit"
+    normalisation: Normalisation = "unit"
     """Inputs in [0, 1], [-0.5, 0.5] or [-1, 1], or every feature with mean 0 and variance 1."""
     seed: int = 0
     """Of the first weights and the order of samples."""

@@ -52,7 +52,7 @@ def train(
     device: torch.device | str = "cpu",
     *,
     data: Path | None = None,
-    watcher: Watcher | None = None,
+    watcher: Watcher = lambda *_: None,
     ranks: RankGroup | None = None,
 ) -> None:
     """Trains the run, or what is left of it; a finished one is left alone.
@@ -64,11 +64,10 @@ def train(
         ValueError: if the folder holds another run or a damaged file, or the config does not fit the data.
         KeyboardInterrupt: on Ctrl-C, after a checkpoint was written; at once on a second one.
     """
-    watcher = watcher or Watcher()
     with folder.opened(config), tf32(allowed=config.tf32):
         outcome = folder.outcome()
         if outcome is not None:
-            watcher.ended(outcome, skipped=True)
+            watcher("ended", outcome, True)
             return
         state = folder.resume()  # raises if a file is damaged, before anything costly is done
         dataset = own_data(config.dataset) if is_own(config.dataset) else load(config.dataset, data)
@@ -119,7 +118,7 @@ class _Training:
 
     def run(self, interrupt: threading.Event) -> None:
         """Trains to the end, or to an interrupt."""
-        self._watcher.started(self._iteration, self._total)
+        self._watcher("started", self._iteration, self._total)
         outcome = "finished"
         if self._iteration == 0:
             self._read()
@@ -136,7 +135,7 @@ class _Training:
                 raise KeyboardInterrupt
         done = {"outcome": outcome, "iteration": self._iteration, "seconds": self._seconds}
         self._folder.finish(done)
-        self._watcher.ended(done, skipped=False)
+        self._watcher("ended", done, False)
 
     # ---- training -----------------------------------------------------------------------------------------------
 
@@ -162,7 +161,7 @@ class _Training:
         while self._iteration < stop:
             self._learner.step(self._iteration, self._total)
             self._iteration += 1
-            self._watcher.advanced(self._iteration)
+            self._watcher("advanced", self._iteration)
             if self._ranks is None and (interrupt.is_set() or self._is_late):
                 break
         if self._device.type == "cuda":
@@ -195,7 +194,7 @@ class _Training:
         if not self._has_classes:
             line = {name: value for name, value in line.items() if not name.endswith(("accuracy", "forgotten"))}
         self._folder.append(line)
-        self._watcher.read(line)
+        self._watcher("read", line)
         return line
 
     def _evaluate(self) -> dict[str, float]:

@@ -157,7 +157,7 @@ def _layers(run: TrainedRun) -> RenderableType:
     for name, layer in line["foresight"].items():
         ratio = _ratio(layer)
         cosines = [_number(layer[key], ".3f") for key in ("cosine", "backprop_cosine")]
-        table.add_row(Text(name or "the model"), change_bar(ratio), _number(ratio, ".2f"), *cosines)
+        table.add_row(name or "the model", change_bar(ratio), _number(ratio, ".2f"), *cosines)
     return table
 
 

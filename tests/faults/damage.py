@@ -100,16 +100,14 @@ def damaged_data(folder: Path, count: int, seed: int = 0) -> Trial:
 
 
 def _train_half(folder: RunFolder) -> None:
-    from consequent_lab.progress import Watcher
     from consequent_lab.trainer import train
 
-    class Stop(Watcher):
-        def advanced(self, iteration: int) -> None:
-            if iteration == 50:
-                raise _Stopped
+    def stop(event: str, *arguments: object) -> None:
+        if (event, *arguments) == ("advanced", 50):
+            raise _Stopped
 
     try:
-        train(CONFIG, folder, watcher=Stop())
+        train(CONFIG, folder, watcher=stop)
     except _Stopped:
         return
     raise AssertionError("the run was not stopped")

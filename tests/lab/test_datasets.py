@@ -74,11 +74,6 @@ def test_the_folder_comes_from_the_environment_unless_it_is_given(small, tmp_pat
     assert datasets.data_folder(None) == Path("data")
 
 
-def test_unknown_names_are_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"no data set 'mnist'; there are cifar10, cifar100, fashion-mnist, digits"):
-        load("mnist")
-
-
 # ---- files that are not what they should be ----------------------------------------------------------------------
 
 
@@ -226,8 +221,3 @@ def test_prepared_shapes_and_labels():
     assert torch.equal(flat.train.inputs.view(50, 3, 4, 4), square.train.inputs)
     assert torch.equal(flat.train.targets, dataset.train_labels)
     assert torch.equal(flat.test.targets, dataset.test_labels)
-
-
-def test_unknown_normalisations_are_refused():
-    with pytest.raises(ValueError, match="no normalisation 'z'; there are unit, centred, symmetric, features"):
-        prepared(constant_corner(), "z", "cpu", flat=True)

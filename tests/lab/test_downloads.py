@@ -4,9 +4,9 @@ import errno
 import io
 import os
 import socket
+from pathlib import Path
 
 import numpy as np
-import pooch.downloaders
 import pytest
 from download_server import archive_of, silent
 
@@ -92,7 +92,7 @@ def test_a_full_disk_is_no_cut_connection(server, tmp_path, monkeypatch):
         def write(self, _):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(pooch.downloaders, "open", lambda *_: Full(), raising=False)
+    monkeypatch.setattr(Path, "open", lambda *_: Full())
     with pytest.raises(OSError, match="No space left"):
         fetch(*source, tmp_path, silent())
     assert len(server.requests) == 1

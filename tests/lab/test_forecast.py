@@ -30,7 +30,7 @@ def test_runs_add_up_over_workers_and_kinds():
     plain = replace(CONFIG, consequentialist=False)
     jobs = [Job("a", "x", CONFIG), Job("a", "y", replace(CONFIG, lr=0.5)), Job("a", "z", plain, alone=True)]
     assert forecast(jobs, 2, cost) == pytest.approx(2 * (2 + AROUND_A_RUN) / 2 + 1 + AROUND_A_RUN)
-    assert timed == [CONFIG, plain], "a kind is timed once"
+    assert timed == [plain, CONFIG], "a kind is timed once"
     assert kind_of(CONFIG) != kind_of(replace(CONFIG, model="resnet20"))
 
 

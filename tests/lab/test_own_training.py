@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_trainer import Killed, Killer, assert_same, lines, run
+from test_trainer import Killed, assert_same, killer, lines, run
 from torch import nn
 
 import consequent
@@ -17,7 +17,6 @@ from consequent_lab.augmentation import augmented
 from consequent_lab.configured import ConfiguredLearner, build_optimizer
 from consequent_lab.learner import order_of
 from consequent_lab.own_code import own_data
-from consequent_lab.progress import Watcher
 from consequent_lab.runs import RunFolder
 from consequent_lab.schedules import rate_factor
 from consequent_lab.train_command import Train
@@ -121,7 +120,7 @@ def test_another_model_behind_the_same_name_is_refused(tmp_path, monkeypatch):
     import own_network
 
     with pytest.raises(Killed):
-        train(OWN, RunFolder(tmp_path / "run"), watcher=Killer(8))
+        train(OWN, RunFolder(tmp_path / "run"), watcher=killer(8))
     monkeypatch.setattr(own_network, "model", own_network.fixed)
     with pytest.raises(ValueError, match="the checkpoint is of another model than own_network:model is now"):
         train(OWN, RunFolder(tmp_path / "run"))
@@ -252,12 +251,9 @@ def test_a_checkpoint_at_any_moment_changes_nothing(tmp_path, monkeypatch, name)
     assert_same(straight.checkpoint(), often.checkpoint())
 
 
-class Interrupter(Watcher):
-    """Presses Ctrl-C at an iteration."""
-
-    def advanced(self, iteration):
-        if iteration == 11:
-            os.kill(os.getpid(), signal.SIGINT)
+def press_ctrl_c(*event):
+    if event == ("advanced", 11):
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.fixture
@@ -273,7 +269,7 @@ def _interruptible():
 def test_ctrl_c_leaves_a_checkpoint_of_that_very_step(tmp_path):
     folder, config = RunFolder(tmp_path / "run"), replace(OWN, checkpoint_every=1000)
     with pytest.raises(KeyboardInterrupt):
-        train(config, folder, watcher=Interrupter())
+        train(config, folder, watcher=press_ctrl_c)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert folder.checkpoint()["iteration"] == 11
     train(config, folder)

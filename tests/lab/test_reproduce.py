@@ -33,7 +33,7 @@ def test_everything_in_its_quick_form(everything):
     assert run.stderr == ""
     assert "\x1b" not in run.stdout, "no terminal, no control codes"
     archive = Archive(runs)
-    assert set(archive.recipes()) == set(recipe_names(quick=True))
+    assert all(archive.variants(name) for name in recipe_names(quick=True))
     assert all(not kept.diverged for recipe in ("mlp-quick", "resnet20-quick") for kept in _runs(archive, recipe))
     for finding in find(NAMES, runs):
         assert f"\n{finding.title}\n" in run.stdout

@@ -111,15 +111,15 @@ def test_commit_is_that_of_the_checkout_or_none(tmp_path):
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    assert runs._commit(package) is None
+    assert runs._commit.__wrapped__(package) is None
     git("init")
-    assert runs._commit(package) is None  # an installed copy below somebody else's repository
+    assert runs._commit.__wrapped__(package) is None  # an installed copy below somebody else's repository
     git("add", "-A")
     git("commit", "-m", "first")
-    commit = runs._commit(package)
+    commit = runs._commit.__wrapped__(package)
     assert len(commit) == 40
     (package / "__init__.py").write_text("changed = True\n")
-    assert runs._commit(package) == f"{commit}+"
+    assert runs._commit.__wrapped__(package) == f"{commit}+"
 
 
 # ---- metrics -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from consequent_lab.configured import build_model, build_optimizer
 from consequent_lab.datasets import Dataset, load, prepared
 from consequent_lab.learner import order_of
 from consequent_lab.models import resnet20
-from consequent_lab.progress import ProgressBoard, Watcher
+from consequent_lab.progress import ProgressBoard, RunLine
 from consequent_lab.runs import DamagedFileError, RunFolder
 from consequent_lab.samples import Evaluation
 from consequent_lab.train_config import TrainConfig
@@ -35,15 +35,14 @@ class Killed(BaseException):
     """Stands for whatever ends a process."""
 
 
-class Killer(Watcher):
-    """Ends the run at an iteration."""
+def killer(iteration):
+    """Returns what ends the run at an iteration."""
 
-    def __init__(self, iteration):
-        self.iteration = iteration
-
-    def advanced(self, iteration):
-        if iteration == self.iteration:
+    def kill(*event):
+        if event == ("advanced", iteration):
             raise Killed
+
+    return kill
 
 
 def run(config, path, device="cpu", kills=()):
@@ -51,7 +50,7 @@ def run(config, path, device="cpu", kills=()):
     folder = RunFolder(path)
     for iteration in kills:
         with pytest.raises(Killed):
-            train(config, RunFolder(path), device, watcher=Killer(iteration))
+            train(config, RunFolder(path), device, watcher=killer(iteration))
         assert folder.outcome() is None
     train(config, folder, device)
     assert folder.outcome()["outcome"] == "finished"
@@ -94,7 +93,7 @@ def toy(samples=50, classes=3):
 def script(config, dataset):
     """The training loop as in a script, and all readings from its definition; yields a line per iteration."""
     data = prepared(dataset, config.normalisation, CPU, flat=True)
-    model = build_model(config, tuple(dataset.train_images.shape[1:]), dataset.classes)
+    model = build_model(config, dataset)
     optimizer = build_optimizer(config, model, capturable=False)
     if config.consequentialist:
         consequent.attach(optimizer, model, damping=config.damping, relative_damping=config.relative_damping)
@@ -210,14 +209,19 @@ def test_the_training_set_is_evaluated_only_if_asked_for(tmp_path):
 # ---- models ------------------------------------------------------------------------------------------------------
 
 
+def images(shape, classes):
+    pixels, labels = torch.zeros(1, *shape, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    return Dataset("images", pixels, labels, pixels, labels, classes)
+
+
 @pytest.mark.parametrize("model", ["mlp", "resnet20", "resnet20-bn"])
 @pytest.mark.parametrize(("shape", "classes"), [((3, 32, 32), 100), ((1, 28, 28), 10), ((3, 32, 32), 10)])
 def test_every_model_takes_every_data_set(model, shape, classes):
     config = TrainConfig(model=model, hidden=(8,))
     inputs = torch.rand(2, *shape)
-    built = build_model(config, shape, classes)
+    built = build_model(config, images(shape, classes))
     assert built(inputs.flatten(1) if model == "mlp" else inputs).shape == (2, classes)
-    again = build_model(config, shape, classes)
+    again = build_model(config, images(shape, classes))
     assert all(torch.equal(one, two) for one, two in zip(built.parameters(), again.parameters(), strict=True))
     if model != "mlp" and shape[0] == 3 and classes == 10:
         torch.manual_seed(0)
@@ -227,7 +231,7 @@ def test_every_model_takes_every_data_set(model, shape, classes):
 
 def test_the_last_layer_has_its_own_learning_rate():
     config = TrainConfig(model="resnet20", head_lr_factor=0.1, lr=0.08)
-    model = build_model(config, (3, 32, 32), 10)
+    model = build_model(config, images((3, 32, 32), 10))
     body, head = build_optimizer(config, model, capturable=False).param_groups
     assert (body["lr"], head["lr"]) == pytest.approx((0.08, 0.008))
     assert [id(p) for p in head["params"]] == [id(p) for p in model[-1].parameters()]
@@ -315,7 +319,7 @@ def test_a_finished_run_is_skipped(tmp_path):
 
     folder = run(SMALL, tmp_path / "run")
     before = contents()
-    train(SMALL, folder, watcher=Killer(1))
+    train(SMALL, folder, watcher=killer(1))
     assert contents() == before
 
 
@@ -328,7 +332,7 @@ def test_a_run_with_another_config_is_refused(tmp_path):
 def test_a_damaged_checkpoint_ends_the_attempt_and_changes_nothing(tmp_path):
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(Killed):
-        train(SMALL, folder, watcher=Killer(30))
+        train(SMALL, folder, watcher=killer(30))
     checkpoint, metrics = folder.path / "checkpoint.pt", (folder.path / "metrics.jsonl").read_bytes()
     damaged = bytearray(checkpoint.read_bytes())
     damaged[len(damaged) // 2] ^= 1
@@ -341,7 +345,7 @@ def test_a_damaged_checkpoint_ends_the_attempt_and_changes_nothing(tmp_path):
 def test_other_data_are_refused(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(Killed):
-        train(SMALL, folder, watcher=Killer(30))
+        train(SMALL, folder, watcher=killer(30))
     digits = load("digits", None)
     order = torch.arange(len(digits.train_labels) - 1, -1, -1)
     other = replace(digits, train_images=digits.train_images[order], train_labels=digits.train_labels[order])
@@ -362,7 +366,7 @@ def test_divergence_ends_a_run_and_says_so(tmp_path):
     assert last["batch_loss"] is None
     assert last["iteration"] < 60
     assert folder.outcome()["outcome"] == "diverged"
-    train(config, folder, watcher=Killer(1))  # done is done
+    train(config, folder, watcher=killer(1))  # done is done
 
 
 @pytest.mark.filterwarnings("ignore::consequent.ConsequentWarning")
@@ -430,7 +434,7 @@ def watched(screen):
     """Shows a run of 100 iterations that takes a second for each."""
     now = [0.0]
     with ProgressBoard(screen, clock=lambda: now[0]) as board:
-        line = board.run("C-SGD")
+        line = RunLine("C-SGD", board)
         line.started(0, 100)
         for iteration in range(1, 101):
             now[0] += 1

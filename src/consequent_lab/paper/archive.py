@@ -59,11 +59,6 @@ class Archive:
         found = {path.name for root in self._roots for path in (root / recipe).glob("*/")}
         return sorted(found | {variant for compact in self._compact_of(recipe) for variant, _ in compact})
 
-    def recipes(self) -> list[str]:
-        """Returns the recipes that something is kept of."""
-        folders = {path.name for root in self._roots for path in root.glob("*/")}
-        return sorted(folders | {path.stem for root in self._roots for path in root.glob("*.jsonl")})
-
     def _in(self, root: Path, recipe: str, variant: str, seed: int) -> TrainedRun | None:
         folder = RunFolder.of(root, recipe, variant, seed)
         outcome = folder.outcome()

@@ -4,18 +4,15 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
 
 from consequent_lab.kept_runs import KeptRun
 from consequent_lab.paper.findings import Axis, Figure, Finding, Panel, Series, Statement
-from consequent_lab.paper.kept_contestants import KeptContestant, all_above, kept_race, lowered, spread
+from consequent_lab.paper.kept_contestants import KeptContestant, all_above, decades, kept_race, lowered, spread
 from consequent_lab.paper.race_finding import ITERATIONS_OR_SECONDS, circumstances, curve_panels, race_finding
 from consequent_lab.paper.rates import Search
 from consequent_lab.paper.recipes import Contestant, Race
 from consequent_lab.paper.statements import Found, Outcome, judged
-from consequent_lab.train_config import TrainConfig
-
-Optimiser = Literal["sgd", "momentum", "nesterov", "adam", "rmsprop"]
+from consequent_lab.train_config import Optimiser, TrainConfig
 
 NAME = "digits"
 SEEDS = (0, 1, 2)
@@ -137,7 +134,7 @@ def statements(kept_race: Race, kept: Kept) -> list[Statement]:
 
 def _applicable(kept: Kept) -> Found:
     gains = {name: lowered(kept[f"C-{name}"], kept[name]) for name in DERIVATIVES}
-    shown = [f"C-{name} below {name} {_signed(values)}" for name, values in gains.items() if values]
+    shown = [f"C-{name} below {name} {decades(values)}" for name, values in gains.items() if values]
     return f"{'; '.join(shown)}.", [all_above(values) for values in gains.values()]
 
 
@@ -162,11 +159,7 @@ def _ridge(kept: Kept) -> Found:
     gains = lowered(chosen, least)
     shown = [f"{damping:g}: {spread(counts)}" for damping, counts in failures.items() if counts]
     prevented = all(failures[DAMPINGS[0]]) and not any(failures[DAMPING]) if least.runs and chosen.runs else None
-    return f"Failed: {'; '.join(shown)}. Decades below: {_signed(gains)}.", [prevented, all_above(gains)]
-
-
-def _signed(values: list[float]) -> str:
-    return f"{fmean(values):+.2f} ({min(values):+.2f} to {max(values):+.2f})" if values else "not measured"
+    return f"Failed: {'; '.join(shown)}. Decades below: {decades(gains)}.", [prevented, all_above(gains)]
 
 
 def _optimisers_figure(kept: Kept) -> Figure:

@@ -1,10 +1,9 @@
 """What an experiment found: figures, verdicts on the paper's statements, tables. Plain data, for any way to show it.
 
-What cannot be shown is refused by name when it is made; numbers that are not finite become None.
+Numbers that are not finite become None.
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -35,9 +34,6 @@ class Series:
     style: Literal["line", "markers", "line+markers"] = "line"
 
     def __post_init__(self) -> None:
-        lengths = {name: len(column) for name, column in self.columns.items()}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"columns of series {self.label!r} differ in length: {lengths}")
         finite = {name: [_finite(value) for value in column] for name, column in self.columns.items()}
         object.__setattr__(self, "columns", finite)
         object.__setattr__(self, "group", self.group or self.label)
@@ -60,13 +56,6 @@ class Contours:
     y: list[float]
     heights: list[list[float]]  # a list for each y
 
-    def __post_init__(self) -> None:
-        rows, columns = len(self.y), len(self.x)
-        if len(self.heights) != rows or any(len(row) != columns for row in self.heights):
-            raise ValueError(f"contours need {rows} rows of {columns} heights, for their {rows} y and {columns} x")
-        if not all(math.isfinite(value) for row in (self.x, self.y, *self.heights) for value in row):
-            raise ValueError("contours must be finite")
-
 
 @dataclass(frozen=True)
 class Panel:
@@ -79,14 +68,6 @@ class Panel:
     contours: Contours | None = None
     equal_scales: bool = False  # a unit of x is as long as a unit of y
 
-    def __post_init__(self) -> None:
-        if not self.x or not self.y:
-            raise ValueError(f"panel {self.title!r}: it needs at least one axis in each direction")
-        for series in self.series:
-            missing = [axis.column for axis in (*self.x, *self.y) if axis.column not in series.columns]
-            if missing:
-                raise ValueError(f"panel {self.title!r}: series {series.label!r} has no column {missing[0]!r}")
-
 
 @dataclass(frozen=True)
 class Figure:
@@ -96,16 +77,6 @@ class Figure:
     title: str
     caption: str
     panels: list[Panel]
-
-    def __post_init__(self) -> None:
-        if not self.panels:
-            raise ValueError(f"figure {self.name!r} has no panels")
-        _check_name("figure", self.name)
-
-
-def _check_name(kind: str, name: str) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
-        raise ValueError(f"{kind} {name!r}: it names a file or an address; use letters, digits, - and _ only")
 
 
 @dataclass(frozen=True)
@@ -152,10 +123,6 @@ class Table:
     rows: Sequence[Sequence[str | Number]]
 
     def __post_init__(self) -> None:
-        for number, row in enumerate(self.rows, start=1):
-            if len(row) != len(self.columns):
-                sizes = f"{len(row)} cells for {len(self.columns)} columns"
-                raise ValueError(f"table {self.title!r}: row {number} has {sizes}")
         finite = [[value if isinstance(value, str) else _finite(value) for value in row] for row in self.rows]
         object.__setattr__(self, "rows", finite)
 
@@ -181,9 +148,6 @@ class Finding:
     tables: list[Table] = field(default_factory=list)
     lead: Lead | None = None
     is_small: bool = False  # shows the machinery on the digits: there are no statements then
-
-    def __post_init__(self) -> None:
-        _check_name("experiment", self.name)
 
     @property
     def command(self) -> str:

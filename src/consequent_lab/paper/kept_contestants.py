@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -24,11 +24,10 @@ WARM_UP = 0.25  # of the timed iterations
 Places = Sequence[float | None]  # iterations, or seconds, at which something happens, of every run; None: it does not
 
 
-@dataclass(frozen=True)
-class KeptContestant:
+@dataclass(frozen=True, kw_only=True)
+class KeptContestant(Contestant):
     """A contestant and what is kept of it."""
 
-    contestant: Contestant
     search: Searched
     choice: Chosen | None
     runs: list[TrainedRun]  # at the chosen rate, by seed
@@ -36,14 +35,9 @@ class KeptContestant:
     timed_as: str = ""  # CUDA graph or eager, and the device
 
     @property
-    def label(self) -> str:
-        """The contestant's name in figures."""
-        return self.contestant.label
-
-    @property
     def full_label(self) -> str:
         """Its name where panels do not say the rest."""
-        return f"{self.contestant.setting} {self.label}".strip()
+        return f"{self.setting} {self.label}".strip()
 
     def curves(self, quantity: str, by: str = "iteration") -> list[Curve]:
         """Returns a quantity of every run, by iterations or by seconds; runs without it are left out.
@@ -94,10 +88,10 @@ class KeptContestant:
 
 def recipe_kept(make: Callable[[bool], Kept], archive: Archive) -> Kept:
     """Returns the recipe of which something is kept: the full one, else the small one, else the full one, empty."""
-    full, small = make(False), make(True)
-    kept = set(archive.recipes())
-    small_alone = {small.name, f"{small.name}-search"} & kept and not {full.name, f"{full.name}-search"} & kept
-    return small if small_alone else full
+    for recipe in (make(False), make(True)):
+        if archive.variants(recipe.name) or archive.variants(f"{recipe.name}-search"):
+            return recipe
+    return make(False)
 
 
 def kept_race(make: Callable[[bool], Race], runs: Sequence[Path]) -> tuple[Race, list[KeptContestant]]:
@@ -111,11 +105,12 @@ def _kept(race: Race, contestant: Contestant, archive: Archive) -> KeptContestan
     search, choice = race.searched(contestant, archive), race.chosen(contestant, archive)
     runs = [] if choice is None else archive.runs(race.name, variant_at(contestant.variant, choice.rung))
     timed = [run for run in archive.runs(f"{race.name}-timing", contestant.timing_variant) if run.is_finished]
+    kept = KeptContestant(**vars(contestant), search=search, choice=choice, runs=runs)
     if not timed:
-        return KeptContestant(contestant, search, choice, runs)
+        return kept
     start = timed[0].starts[-1]
-    how = "CUDA graph" if start.get("graph") else "eager"
-    return KeptContestant(contestant, search, choice, runs, seconds_of(timed[0]), f"{how}, {start['device']['name']}")
+    timed_as = f"{'CUDA graph' if start.get('graph') else 'eager'}, {start['device']['name']}"
+    return replace(kept, seconds_per_iteration=seconds_of(timed[0]), timed_as=timed_as)
 
 
 def seconds_of(run: KeptRun) -> float:

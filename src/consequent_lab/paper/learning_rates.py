@@ -8,7 +8,6 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
 
 from consequent_lab.paper import resnet20
 from consequent_lab.paper.archive import Archive
@@ -18,12 +17,12 @@ from consequent_lab.paper.race_finding import DRAWN_UP_TO, rate_panels
 from consequent_lab.paper.rates import rate_at, score, variant_at
 from consequent_lab.paper.recipes import Contestant, Race, Recipe, Sweep
 from consequent_lab.paper.statements import Outcome, judged
-from consequent_lab.train_config import TrainConfig
+from consequent_lab.train_config import Optimiser, TrainConfig
 
 NAME = "learning-rates"
 SEEDS = (0, 1, 2)
 RUNGS = tuple(range(-16, 1, 2))  # 1e-4 to 1
-OPTIMISERS: dict[str, Literal["sgd", "adam"]] = {"SGD": "sgd", "Adam": "adam"}
+OPTIMISERS: dict[str, Optimiser] = {"SGD": "sgd", "Adam": "adam"}
 LABELS = ("SGD", "C-SGD", "Adam", "C-Adam")
 RESNET20_LABELS = ("SGD", "C-SGD", "Nesterov", "C-Nesterov", "Adam", "C-Adam")
 GOOD = 1.25  # times the best loss of the same contestant

@@ -150,11 +150,8 @@ def statements(paths: dict[tuple[str, float], Path2D]) -> list[Statement]:
 
 
 def _figure(paths: dict[tuple[str, float], Path2D]) -> Figure:
-    steps = [float(step) for step in range(STEPS + 1)]
-
     def series(path: Path2D) -> Series:
-        columns = {"first": path.first, "second": path.second, "iteration": steps}
-        return Series(path.label, columns, style="line+markers")
+        return Series(path.label, {"first": path.first, "second": path.second}, style="line+markers")
 
     return Figure(
         name=NAME,

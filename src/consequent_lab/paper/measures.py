@@ -126,26 +126,15 @@ def advantage(curve: Curve, other: Curve, until: float = math.inf) -> float | No
     return float((np.interp(here, places, _logs(losses)) - _logs(mine)).mean())
 
 
-def apart(curve: Curve, other: Curve) -> float | None:
-    """Returns by how many decades two losses differ, whichever is lower, on average over the places that both have.
+def distance(curve: Curve, other: Curve, until: float = math.inf, *, in_decades: bool = False) -> float | None:
+    """Returns the mean distance of two curves, whichever is lower, over the places that both have, up to one.
 
-    >>> apart([(0, 1.0), (1, 0.1), (2, 0.1)], [(0, 1.0), (1, 1.0), (2, 0.01)])
+    >>> distance([(0, 1.0), (1, 0.1), (2, 0.1)], [(0, 1.0), (1, 1.0), (2, 0.01)], in_decades=True)
     0.6666666666666666
     """
-    pairs = _both(curve, other)
-    return float(np.abs(np.diff(_logs(pairs))).mean()) if pairs else None
-
-
-def distance(curve: Curve, other: Curve, until: float = math.inf) -> float | None:
-    """Returns the mean distance of two curves, over the places that both have, up to one."""
-    pairs = _both(up_to(curve, until), other)
-    return float(np.abs(np.diff(pairs)).mean()) if pairs else None
-
-
-def _both(curve: Curve, other: Curve) -> list[tuple[float, float]]:
-    """Returns the values of both curves at the places that both have."""
     values = dict(other)
-    return [(value, values[place]) for place, value in curve if place in values]
+    pairs = [(value, values[place]) for place, value in up_to(curve, until) if place in values]
+    return float(np.abs(np.diff(_logs(pairs) if in_decades else pairs)).mean()) if pairs else None
 
 
 def up_to(curve: Curve, place: float) -> Curve:

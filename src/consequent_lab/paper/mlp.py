@@ -5,7 +5,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from consequent_lab.paper.findings import Axis, Figure, Finding, Statement
 from consequent_lab.paper.kept_contestants import (
@@ -18,20 +18,18 @@ from consequent_lab.paper.kept_contestants import (
     lowered,
     spread,
 )
-from consequent_lab.paper.measures import EPOCHS_OF_A_DROP, apart, crossing, sharp_drop
+from consequent_lab.paper.measures import EPOCHS_OF_A_DROP, crossing, distance, sharp_drop
 from consequent_lab.paper.race_finding import circumstances, curve_panels, race_finding, search_figure, seconds_note
 from consequent_lab.paper.rates import Search
 from consequent_lab.paper.recipes import Contestant, Race
 from consequent_lab.paper.statements import Found, Outcome, judged, statement_rows
-from consequent_lab.train_config import TrainConfig
+from consequent_lab.train_config import Normalisation, TrainConfig
 
 T = TypeVar("T")
-Dataset = Literal["digits", "cifar10", "cifar100", "fashion-mnist"]
-Normalisation = Literal["unit", "features"]
 
 NAME = "mlp"
 TITLES = {"digits": "Digits", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "fashion-mnist": "Fashion-MNIST"}
-DATASETS: tuple[Dataset, ...] = ("cifar10", "cifar100", "fashion-mnist")
+DATASETS = ("cifar10", "cifar100", "fashion-mnist")
 NORMALISATIONS: tuple[Normalisation, ...] = ("unit", "features")
 SEEDS = {"cifar10": (0, 1, 2), "fashion-mnist": (0, 1, 2)}  # of CIFAR-100 one
 DAMPING = {"unit": 1e-3, "features": 1e-2}
@@ -53,7 +51,6 @@ DROP = (
 
 def race(quick: bool = False) -> Race:
     """Returns the experiment, or a small one on the digits."""
-    datasets: tuple[Dataset, ...] = ("digits",) if quick else DATASETS
     contestants = tuple(
         Contestant(
             variant_of(dataset, normalisation, label),
@@ -63,7 +60,7 @@ def race(quick: bool = False) -> Race:
             setting=title_of(dataset, normalisation),
             timed_with=variant_of(dataset, NORMALISATIONS[0], label),
         )
-        for dataset in datasets
+        for dataset in (("digits",) if quick else DATASETS)
         for normalisation in NORMALISATIONS
         for label in ("C-SGD", "SGD")
     )
@@ -91,7 +88,7 @@ def variant_of(dataset: str, normalisation: str, label: str) -> str:
     return f"{dataset}-{normalisation}-{label.lower()}"
 
 
-def _config(dataset: Dataset, normalisation: Normalisation, label: str, quick: bool) -> TrainConfig:
+def _config(dataset: str, normalisation: Normalisation, label: str, quick: bool) -> TrainConfig:
     width, layers = (1600 if dataset == "cifar100" else 800), 8
     if quick:
         width, layers = 32, 3
@@ -135,7 +132,7 @@ def cells_of(contestants: Iterable[KeptContestant]) -> Cells:
     """Returns the contestants by data set and normalisation, SGD before C-SGD."""
     cells: Cells = {}
     for one in sorted(contestants, key=lambda one: one.label, reverse=True):
-        config = one.contestant.config
+        config = one.config
         cells.setdefault((config.dataset, config.normalisation), {})[one.label] = one
     return cells
 
@@ -164,7 +161,9 @@ def gains(one: KeptContestant, other: KeptContestant, by: str = "iteration") -> 
 
 def loss_dependence(unit: KeptContestant, features: KeptContestant) -> float | None:
     """Returns how far apart the losses are with the two normalisations, in decades, over epochs and pairs of runs."""
-    return _mean(lowered(unit, features, quantity="train_loss", measure=lambda a, b: apart(a[1:], b[1:])))
+    return _mean(
+        lowered(unit, features, quantity="train_loss", measure=lambda a, b: distance(a[1:], b[1:], in_decades=True))
+    )
 
 
 def accuracy_dependence(unit: KeptContestant, features: KeptContestant) -> float | None:
@@ -306,7 +305,7 @@ def _by_cell(values: Mapping[Cell, Sequence[Any]], form: Callable[[Any], str], o
 def _seeds_note(contestants: Iterable[KeptContestant]) -> str:
     counts: dict[str, set[int]] = {}
     for one in contestants:
-        counts.setdefault(TITLES[one.contestant.config.dataset], set()).add(len(one.runs))
+        counts.setdefault(TITLES[one.config.dataset], set()).add(len(one.runs))
     shown = [f"{title} {' or '.join(map(str, sorted(some)))}" for title, some in counts.items()]
     return f"Seeds: {', '.join(shown)}."
 

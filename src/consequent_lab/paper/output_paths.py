@@ -181,7 +181,7 @@ def _panel(title: str, walks: list[Walk]) -> Panel:
         for sample in SHOWN_SAMPLES:
             points = [point for point in one.path(sample) if math.hypot(*point) < 50]
             first, second = (list(side) for side in zip(*points, strict=True))
-            columns = {"first": first, "second": second, "iteration": [float(step) for step in range(len(points))]}
+            columns = {"first": first, "second": second}
             series.append(Series(f"{one.label}, sample {sample + 1}", columns, one.label, "line+markers"))
     for label, values in (("start", walks[0].outputs[0]), ("target", walks[0].targets)):
         first, second = values[list(SHOWN_SAMPLES)].T.tolist()

@@ -24,7 +24,7 @@ def circumstances(race: Race, contestants: Iterable[KeptContestant], at: float |
         values = [100 * value for value in found if value is not None]
         if values:
             ends = f" ({min(values):.1f}–{max(values):.1f})" if len(values) > 1 else ""
-            shown.setdefault(one.contestant.setting, []).append(f"{one.label} {fmean(values):.1f}{ends}")
+            shown.setdefault(one.setting, []).append(f"{one.label} {fmean(values):.1f}{ends}")
             rates.add(len(one.search.losses))
             seeds.add(len(values))
     if not shown:
@@ -83,9 +83,9 @@ def curve_panels(
 def search_figure(name: str, race: Race, panels: dict[str, list[KeptContestant]]) -> Figure:
     """Returns the loss of every rate that was tried, for the contestants of each panel, given by its title."""
     every = [one for some in panels.values() for one in some]
-    extended = [one.contestant.variant for one in every if one.search.extended]
+    extended = [one.variant for one in every if one.search.extended]
     abandoned = [
-        f"{one.contestant.variant} at {one.choice.abandoned_rates}"
+        f"{one.variant} at {one.choice.abandoned_rates}"
         for one in every
         if one.choice is not None and one.choice.abandoned
     ]

@@ -61,11 +61,6 @@ class Recipe(ABC):
     name: str
     contestants: tuple[Contestant, ...]
 
-    @property
-    def variants(self) -> tuple[str, ...]:
-        """The contestants' names."""
-        return tuple(contestant.variant for contestant in self.contestants)
-
     def select(self, patterns: tuple[str, ...], seeds: tuple[int, ...]) -> Self:
         """Returns the recipe with fewer contestants (none given: with all) or other seeds (none given: with theirs)."""
         kept = (one for one in self.contestants if not patterns or matches(one.variant, patterns))

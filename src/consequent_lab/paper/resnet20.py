@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from consequent_lab.kept_runs import KeptRun
 from consequent_lab.paper.findings import Axis, Figure, Finding, Lead, Number, Panel, Series, Table
@@ -27,7 +26,7 @@ from consequent_lab.paper.resnet20_statements import (
     stays_at_all,
     without_controls,
 )
-from consequent_lab.train_config import TrainConfig
+from consequent_lab.train_config import Optimiser, TrainConfig
 
 SEEDS = (0, 1, 2)
 LONG, SHORT = 40_000, 10_000  # iterations; the paper has C-SGD and SGD-BN cross after 25,000
@@ -46,11 +45,7 @@ LABELS = {
     "SGD control": (SHORT, SEEDS),
     "SGD-BN control": (SHORT, SEEDS),
 }
-OPTIMISERS: dict[str, Literal["momentum", "nesterov", "adam"]] = {
-    "SGD": "momentum",
-    "Nesterov": "nesterov",
-    "Adam": "adam",
-}
+OPTIMISERS: dict[str, Optimiser] = {"SGD": "momentum", "Nesterov": "nesterov", "Adam": "adam"}
 HEADLINES = ("C-SGD", "SGD", "SGD-BN")
 WITHOUT_BN = ("C-SGD", "C-Nesterov", "C-Adam", "SGD", "Nesterov", "Adam")
 WITH_BN = ("C-SGD", "C-Nesterov", "C-SGD-BN", "SGD-BN", "Nesterov-BN", "Adam-BN")

@@ -24,7 +24,6 @@ from consequent_lab.paper.kept_contestants import (
 from consequent_lab.paper.measures import (
     about,
     advantage,
-    apart,
     crossing,
     distance,
     first_above,
@@ -90,7 +89,7 @@ def forgotten(run: KeptRun, after: float = 0, until: float = math.inf) -> float:
 
 def last_common_epoch(contestants: Sequence[KeptContestant]) -> float:
     """Returns the iteration of the last epoch that all runs of the headlines have; 0 if there is none."""
-    headlines = [run for one in contestants if one.contestant.headline for run in one.runs]
+    headlines = [run for one in contestants if one.headline for run in one.runs]
     epochs = [dict(run.curve("epoch_loss")).keys() & dict(run.curve("test_accuracy")).keys() for run in headlines]
     return max(set.intersection(*map(set, epochs)), default=0) if epochs else 0
 
@@ -163,7 +162,7 @@ class Judge:
         return f"{'; '.join(shown)}.", [RULES[row.get("holds", "above 0")](values) for values in gains.values()]
 
     def _c_adam_changes_nothing(self) -> Found:
-        gaps = lowered(self._kept["C-Adam"], self._kept["Adam"], measure=apart)
+        gaps = lowered(self._kept["C-Adam"], self._kept["Adam"], measure=partial(distance, in_decades=True))
         mean = lowered(self._kept["C-Adam"], self._kept["Adam"])
         return f"{decades(gaps)}; with their signs {decades(mean)}.", [
             all(gap <= CHANGES_LITTLE for gap in gaps) if gaps else None

@@ -4,7 +4,6 @@
 // Colours are variables of the style sheet, so that a change of theme needs no new picture.
 
 const SVG = "http://www.w3.org/2000/svg";
-const SHAPES = { diamond: "m0-1.2 1.2 1.2-1.2 1.2-1.2-1.2z", square: "m-1-1h2v2h-2z", "triangle-up": "m0-1.2 1.2 2.1h-2.4z" };
 
 function element(name, attributes = {}, parent = null, text = null) {
   const made = document.createElementNS(SVG, name);
@@ -58,13 +57,12 @@ class Scale {
 }
 
 class Chart {
-  // host: an empty element of some size; panel: its data; small: a picture without axes, that does nothing.
-  constructor(host, panel, styles, small = false) {
-    Object.assign(this, { host, panel, styles, small });
+  // host: an empty element of some size; panel: its data.
+  constructor(host, panel, styles) {
+    Object.assign(this, { host, panel, styles });
     this.zoom = { x: null, y: null };
     this.svg = element("svg", { class: "chart" }, null);
     host.append(this.svg);
-    if (small) return;
     this.tip = host.appendChild(document.createElement("div"));
     this.tip.className = "tip";
     this.tip.hidden = true;
@@ -94,21 +92,21 @@ class Chart {
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.curves = this.panel.curves.filter((curve) => !view.hidden.has(curve.group));
     const ranges = { x: this.range("x"), y: this.range("y") };
-    const marks = this.small ? [] : ticks(...ranges.y, view.log.y, 6).map(shown);
-    const left = this.small ? 3 : 30 + 6.6 * Math.max(2, ...marks.map((mark) => mark.length));
-    const box = this.small ? { left, right: width - 3, top: 3, bottom: height - 3 } : { left, right: width - 12, top: 8, bottom: height - 42 };
+    const marks = ticks(...ranges.y, view.log.y, 6).map(shown);
+    const left = 30 + 6.6 * Math.max(2, ...marks.map((mark) => mark.length));
+    const box = { left, right: width - 12, top: 8, bottom: height - 42 };
     if (this.panel.equalScales) this.widen(ranges, box);
     this.x = new Scale(ranges.x, [box.left, box.right], view.log.x);
     this.y = new Scale(ranges.y, [box.bottom, box.top], view.log.y);
     this.box = box;
-    if (!this.small) this.drawAxes();
+    this.drawAxes();
     const clip = `clip-${Chart.count = (Chart.count ?? 0) + 1}`;
     const frame = element("clipPath", { id: clip }, this.svg);
     element("rect", { x: box.left - 2, y: box.top - 4, width: box.right - box.left + 4, height: box.bottom - box.top + 8 }, frame);
     this.inside = element("g", { "clip-path": `url(#${clip})` }, this.svg);
     for (const [xs, ys] of this.panel.contours ?? []) element("path", { class: "contour", d: this.line(xs, ys) }, this.inside);
     for (const curve of this.curves) this.drawCurve(curve);
-    if (this.reset) this.reset.hidden = !this.zoom.x && !this.zoom.y;
+    this.reset.hidden = !this.zoom.x && !this.zoom.y;
   }
 
   // What is shown along a direction: the zoom, the contours' extent, or all that the curves have, with a little room.
@@ -185,15 +183,13 @@ class Chart {
     const [xs, ys] = this.columns(curve);
     const path = this.line(xs, ys);
     if (curve.style !== "markers") {
-      const width = this.small ? 1.4 : faint ? 1 : style.width;
-      element("path", { class: "line", d: path, "stroke-width": width, "stroke-dasharray": faint ? "none" : curve.dash }, group);
+      const width = faint ? 1 : style.width;
+      element("path", { class: "line", d: path, "stroke-width": width, "stroke-dasharray": faint ? "none" : style.dashes }, group);
     }
     if (curve.style === "line" || (faint && curve.style !== "markers")) return;
-    const size = (curve.style === "markers" ? 5 : 2.6) * (this.small ? 0.6 : 1);
     for (const [, x, y] of path.matchAll(/[ML]([-\d.]+) ([-\d.]+)/g)) {
-      if (curve.style === "markers" && style.symbol === "x") element("path", { class: "cross", d: `M${x - size} ${y - size}l${2 * size} ${2 * size}m0 ${-2 * size}l${-2 * size} ${2 * size}` }, group);
-      else if (curve.style === "markers" && SHAPES[style.symbol]) element("path", { class: "shape", d: SHAPES[style.symbol], transform: `translate(${x} ${y}) scale(${size})` }, group);
-      else element("circle", { class: "dot", cx: x, cy: y, r: size }, group);
+      if (curve.style === "markers") element("use", { href: `#symbol-${style.symbol}`, x: x - 17, y: y - 6, width: 34, height: 12 }, group);
+      else element("circle", { class: "dot", cx: x, cy: y, r: 2.6 }, group);
     }
   }
 

@@ -11,6 +11,7 @@ from itertools import cycle
 from typing import Literal, get_args
 
 import numpy as np
+from matplotlib.colors import LinearSegmentedColormap, to_hex
 
 from consequent_lab.paper.findings import Figure
 
@@ -70,6 +71,11 @@ class CurveStyle:
     width: float  # in pixels
     symbol: Symbol = "circle"
     points_only: bool = False  # no line in any panel
+
+    @property
+    def dashes(self) -> str:
+        """The dashes as SVG wants them."""
+        return " ".join(f"{length * self.width:.1f}" for length in DASHES[self.dash]) or "none"
 
 
 def curve_styles(figure: Figure) -> dict[str, CurveStyle]:
@@ -141,19 +147,8 @@ def _hues(optimisers: dict[str, bool]) -> dict[str, Hue]:
 def _stages(groups: list[str]) -> dict[str, CurveStyle]:
     """Gives stages of one thing, in the order of their numbers, colours from faint to strong."""
     names = sorted(groups, key=lambda name: [float(part) for part in re.findall(r"\d+\.?\d*", name.replace(",", ""))])
-    places = np.linspace(0, 1, len(names))
+    ramps = [LinearSegmentedColormap.from_list("", stops) for stops in RAMP]
     return {
-        name: CurveStyle(Colour(*(_between(stops, place) for stops in RAMP)), "solid", 2.2)
-        for name, place in zip(names, places, strict=True)
+        name: CurveStyle(Colour(*(to_hex(ramp(place)) for ramp in ramps)), "solid", 2.2)
+        for name, place in zip(names, np.linspace(0, 1, len(names)), strict=True)
     }
-
-
-def _between(stops: tuple[str, ...], place: float) -> str:
-    """Returns the colour at a place between 0 and 1.
-
-    >>> _between(("#000000", "#0000ff", "#ffffff"), 0.75)
-    '#8080ff'
-    """
-    channels = [[int(stop[at : at + 2], 16) for stop in stops] for at in (1, 3, 5)]
-    mixed = [np.interp(place, np.linspace(0, 1, len(stops)), channel) for channel in channels]
-    return "#" + "".join(f"{round(value):02x}" for value in mixed)

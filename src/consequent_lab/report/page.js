@@ -1,216 +1,64 @@
 "use strict";
 
-// A figure has one state: the chosen columns, the scales and the hidden groups. Whatever changes it has its panels drawn
-// again.
-
-const root = document.documentElement;
-const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
-
-// ---- theme ------------------------------------------------------------------------------------------------------
-
-const themeButton = document.getElementById("theme");
-
-function isDark() {
-  return root.dataset.theme ? root.dataset.theme === "dark" : systemIsDark.matches;
-}
-
-function remembered() {
-  try { return localStorage.getItem("theme"); } catch { return null; } // some browsers forbid it for files
-}
-
-function setTheme(theme) {
-  if (theme === "dark" || theme === "light") root.dataset.theme = theme;
-  themeButton.setAttribute("aria-pressed", String(isDark()));
-}
-
-themeButton.addEventListener("click", () => {
-  const theme = isDark() ? "light" : "dark";
-  try { localStorage.setItem("theme", theme); } catch { /* it holds until the page is closed */ }
-  setTheme(theme);
-});
-systemIsDark.addEventListener("change", () => setTheme(null));
-setTheme(remembered());
-
-// ---- figures ----------------------------------------------------------------------------------------------------
-
+// What is shown of a figure is what its inputs say: the checked columns, scales and curves. Whatever changes one has the
+// panels drawn again.
 class Figure {
   constructor(element, data) {
-    this.element = element;
-    this.data = data;
+    Object.assign(this, { element, data, switched: {} }); // scales that were switched, by direction
     const plots = [...element.querySelectorAll(".plot")];
     this.charts = data.panels.map((panel, number) => (plots[number]?.hidden ?? true ? null : new Chart(plots[number], panel, data.styles)));
-    this.columns = data.panels.map((panel) => ({ x: panel.x[0].column, y: panel.y[0].column })); // shown, by panel
-    this.logs = new Map(); // of columns that were switched; the others are as their axis says
-    this.hidden = new Set();
-    this.drawn = false;
-    const on = (selector, type, action) => {
-      for (const button of element.querySelectorAll(selector)) {
-        button.addEventListener(type, () => { action(button.dataset); this.update(); });
-      }
-    };
-    on("[data-column]", "click", ({ direction, column }) => this.choose(direction, column));
-    on("[data-log]", "click", ({ log: direction }) => {
-      const log = !this.isLog(direction);
-      for (const axis of this.axesShown(direction)) this.logs.set(axis.column, log);
+    this.curves = [...element.querySelectorAll("[data-group]")];
+    this.all = element.querySelector("[data-all]");
+    element.addEventListener("change", ({ target: { checked, dataset: { direction, log } } }) => {
+      if (log) this.switched[log] = checked;
+      if (direction) delete this.switched[direction];
+      this.draw();
     });
-    on("[data-group]", "click", ({ group }) => { if (!this.hidden.delete(Number(group))) this.hidden.add(Number(group)); });
-    on("[data-group]", "dblclick", ({ group }) => {
-      this.hidden = new Set(data.styles.keys());
-      this.hidden.delete(Number(group));
-    });
-    on("[data-all]", "click", () => this.hidden.clear());
-    this.updateControls();
+    this.all?.addEventListener("click", () => this.show(() => true));
+    for (const curve of this.curves) curve.addEventListener("dblclick", () => this.show((other) => other === curve));
   }
 
-  choose(direction, column) {
-    this.data.panels.forEach((panel, number) => {
-      if (panel[direction].some((axis) => axis.column === column)) this.columns[number][direction] = column;
-    });
-  }
-
-  axisOf(panel, direction) {
-    const column = this.columns[this.data.panels.indexOf(panel)][direction];
-    return panel[direction].find((axis) => axis.column === column);
-  }
-
-  axesShown(direction) {
-    return this.data.panels.filter((panel) => !panel.equalScales).map((panel) => this.axisOf(panel, direction));
-  }
-
-  axisIsLog(axis) {
-    return this.logs.get(axis.column) ?? axis.log;
-  }
-
-  isLog(direction) {
-    return this.axesShown(direction).some((axis) => this.axisIsLog(axis));
-  }
-
-  update() {
-    this.updateControls();
-    if (this.drawn) this.draw();
-  }
-
-  updateControls() {
-    const press = (button, pressed) => button.setAttribute("aria-pressed", String(pressed));
-    for (const button of this.element.querySelectorAll("[data-column]")) {
-      const { direction, column } = button.dataset;
-      const offering = this.data.panels.filter((panel) => panel[direction].length > 1);
-      press(button, offering.some((panel) => this.axisOf(panel, direction).column === column));
-    }
-    for (const button of this.element.querySelectorAll("[data-log]")) {
-      press(button, this.isLog(button.dataset.log));
-      button.disabled = !this.axesShown(button.dataset.log).every((axis) => axis.hasLog);
-    }
-    for (const button of this.element.querySelectorAll("[data-group]")) press(button, !this.hidden.has(Number(button.dataset.group)));
-    const all = this.element.querySelector("[data-all]");
-    if (all) all.hidden = this.hidden.size === 0;
+  show(isShown) {
+    for (const curve of this.curves) curve.checked = isShown(curve);
+    this.draw();
   }
 
   draw() {
-    this.drawn = true;
-    this.data.panels.forEach((panel, number) => this.charts[number]?.draw(this.view(panel)));
-  }
-
-  view(panel) {
-    const axes = { x: this.axisOf(panel, "x"), y: this.axisOf(panel, "y") };
-    return { axes, log: { x: this.axisIsLog(axes.x), y: this.axisIsLog(axes.y) }, hidden: this.hidden };
+    const chosen = [...this.element.querySelectorAll("[data-direction]:checked")];
+    const hidden = new Set(this.curves.filter((curve) => !curve.checked).map((curve) => Number(curve.dataset.group)));
+    const views = this.data.panels.map((panel) => {
+      const [axes, log] = [{}, {}];
+      for (const direction of ["x", "y"]) {
+        const isChosen = ({ column }) => chosen.some(({ value, dataset }) => dataset.direction === direction && value === column);
+        axes[direction] = panel[direction].find(isChosen) ?? panel[direction][0];
+        log[direction] = panel.equalScales ? axes[direction].log : this.switched[direction] ?? axes[direction].log;
+      }
+      return { axes, log, hidden };
+    });
+    for (const scale of this.element.querySelectorAll("[data-log]")) {
+      const some = views.filter((view, number) => !this.data.panels[number].equalScales);
+      scale.checked = some.some(({ log }) => log[scale.dataset.log]);
+      scale.disabled = !some.every(({ axes }) => axes[scale.dataset.log].hasLog);
+    }
+    if (this.all) this.all.hidden = hidden.size === 0;
+    views.forEach((view, number) => this.charts[number]?.draw(view));
   }
 }
 
 const data = new Map(JSON.parse(document.getElementById("figures").textContent).map((figure) => [figure.name, figure]));
-const figures = [...document.querySelectorAll(".figure")].map((element) => new Figure(element, data.get(element.dataset.figure)));
+const figures = new Map([...document.querySelectorAll(".figure")].map((element) => [element, new Figure(element, data.get(element.dataset.figure))]));
 
-// Figures are drawn when they come near, and again when their size changes.
-const nearby = new IntersectionObserver((entries) => {
-  for (const entry of entries) {
-    if (!entry.isIntersecting) continue;
-    nearby.unobserve(entry.target);
-    const figure = figures.find(({ element }) => element === entry.target);
-    figure.draw();
-    resized.observe(figure.element);
-  }
-}, { rootMargin: "800px" });
+// They are drawn when they get their size, and again when it changes.
 const resized = new ResizeObserver((entries) => {
-  for (const entry of entries) figures.find(({ element }) => element === entry.target).draw();
+  for (const { target } of entries) figures.get(target).draw();
 });
-for (const figure of figures) nearby.observe(figure.element);
+for (const element of figures.keys()) resized.observe(element);
 
-// The list of figures: the first panel of each that has one, small.
-for (const place of document.querySelectorAll(".thumbnail")) {
-  const figure = figures.find(({ data: { name } }) => name === place.dataset.of);
-  const panel = figure.data.panels.find((one) => one.curves.length);
-  if (panel) new Chart(place, panel, figure.data.styles, true).draw(figure.view(panel));
-}
-
-// Paper is light, narrow, and shows everything at once.
-let themeOnScreen;
-function drawForPrint(starts) {
-  if (starts) themeOnScreen = root.dataset.theme;
-  root.classList.toggle("printing", starts);
-  if (starts) root.dataset.theme = "light";
-  else if (themeOnScreen) root.dataset.theme = themeOnScreen;
-  else delete root.dataset.theme;
-  for (const figure of figures) figure.draw();
-}
 addEventListener("beforeprint", () => {
   for (const details of document.querySelectorAll("details.runs")) details.open = true;
-  drawForPrint(true);
 });
-addEventListener("afterprint", () => drawForPrint(false));
 
-// ---- verdicts: those of one kind alone ---------------------------------------------------------------------------
-
-const counts = [...document.querySelectorAll(".count")];
-for (const button of counts) {
-  button.addEventListener("click", () => {
-    const only = button.getAttribute("aria-pressed") === "true" ? null : button.dataset.mark;
-    for (const other of counts) other.setAttribute("aria-pressed", String(other.dataset.mark === only));
-    for (const group of document.querySelectorAll(".statement-group")) {
-      const statements = [...group.querySelectorAll(".statement")];
-      for (const statement of statements) statement.hidden = only !== null && statement.dataset.mark !== only;
-      group.hidden = statements.every((statement) => statement.hidden);
-    }
-  });
-}
-
-// ---- contents: the section that is being read ------------------------------------------------------------------
-
-const contents = document.querySelector(".contents details");
-contents.open = matchMedia("(min-width: 80rem)").matches;
-const links = new Map([...contents.querySelectorAll("a")].map((link) => [link.hash.slice(1), link]));
-const reading = new IntersectionObserver((entries) => {
-  for (const entry of entries) {
-    if (!entry.isIntersecting) continue;
-    for (const [id, link] of links) {
-      if (id === entry.target.id) link.setAttribute("aria-current", "true");
-      else link.removeAttribute("aria-current");
-    }
-  }
-}, { rootMargin: "-20% 0px -75% 0px" });
-for (const id of links.keys()) reading.observe(document.getElementById(id));
-
-// ---- commands ---------------------------------------------------------------------------------------------------
-
-const announcement = document.getElementById("announcement");
-
-async function copy(text, source) {
-  try {
-    await navigator.clipboard.writeText(text);
-  } catch { // not every browser allows it for a file: leave the text selected, to be copied by hand
-    getSelection().selectAllChildren(source);
-    return document.execCommand("copy");
-  }
-  return true;
-}
-
-for (const button of document.querySelectorAll(".copy")) {
-  button.addEventListener("click", async () => {
-    const source = button.parentElement.querySelector("code");
-    const told = (await copy(source.textContent, source)) ? "Copied" : "Selected";
-    button.textContent = announcement.textContent = told;
-    setTimeout(() => { button.textContent = "Copy"; }, 1600);
-  });
-}
+document.querySelector(".contents details").open = matchMedia("(min-width: 80rem)").matches;
 
 // ---- tables -----------------------------------------------------------------------------------------------------
 

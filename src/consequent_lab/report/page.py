@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from consequent_lab.paper.findings import KINDS, Finding, Number, Table, Verdict
 from consequent_lab.records import package_version
-from consequent_lab.report.curve_styles import DASHES, curve_styles
+from consequent_lab.report.curve_styles import curve_styles
 from consequent_lab.report.payload import aspect, choices, columns_of, payload, rounded
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -49,7 +49,6 @@ def page(findings: Sequence[Finding]) -> str:
         marks=MARKS,
         curve_styles=curve_styles,
         choices=choices,
-        dashes=DASHES,
         aspect=aspect,
         columns_of=columns_of,
         is_numeric=is_numeric,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from consequent_lab.paper.findings import Axis, Contours, Figure, Number, Panel
-from consequent_lab.report.curve_styles import DASHES, CurveStyle, curve_styles
+from consequent_lab.report.curve_styles import CurveStyle, curve_styles
 from consequent_lab.report.seeds import curves
 
 DIGITS = 5  # more than a screen shows
@@ -19,29 +19,15 @@ def payload(figure: Figure) -> dict[str, Any]:
     styles = curve_styles(figure)
     return {
         "name": figure.name,
-        "styles": [asdict(style) for style in styles.values()],
+        "styles": [asdict(style) | {"dashes": style.dashes} for style in styles.values()],
         "panels": [_panel(panel, styles) for panel in figure.panels],
     }
 
 
-def choices(panels: list[Panel], direction: Literal["x", "y"]) -> list[list[Axis]]:
-    """Returns the axes among which a reader can choose in this direction, a list for each choice.
-
-    Panels with an axis in common share a choice; panels with but one axis leave none.
-    """
-    found: list[dict[str, Axis]] = []
-    for panel in panels:
-        offered = {axis.column: axis for axis in (panel.x if direction == "x" else panel.y)}
-        if len(offered) < 2:
-            continue
-        shared = [choice for choice in found if choice.keys() & offered.keys()]
-        for choice in shared[1:]:  # this panel connects them
-            found.remove(choice)
-        if shared:
-            shared[0].update({column: axis for choice in (*shared, offered) for column, axis in choice.items()})
-        else:
-            found.append(offered)
-    return [list(choice.values()) for choice in found]
+def choices(panels: list[Panel], direction: Literal["x", "y"]) -> list[Sequence[Axis]]:
+    """Returns the axes among which a reader can choose in this direction, once for all panels that offer the same."""
+    offered = [panel.x if direction == "x" else panel.y for panel in panels]
+    return list({tuple(axis.column for axis in axes): axes for axes in offered if len(axes) > 1}.values())
 
 
 def columns_of(panels: int) -> int:
@@ -86,17 +72,11 @@ def _panel(panel: Panel, styles: dict[str, CurveStyle]) -> dict[str, Any]:
                 "group": numbers[curve.series.group],
                 "style": curve.series.style,
                 "role": curve.role,
-                "dash": _dash(styles[curve.series.group]),
                 "columns": {name: [*map(rounded, curve.series.columns[name])] for name in shown},
             }
             for curve in curves(panel)
         ],
     }
-
-
-def _dash(style: CurveStyle) -> str:
-    """Returns the dashes as SVG wants them."""
-    return " ".join(f"{length * style.width:.1f}" for length in DASHES[style.dash]) or "none"
 
 
 def contour_lines(contours: Contours) -> list[list[list[Number]]]:

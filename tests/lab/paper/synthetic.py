@@ -5,7 +5,6 @@ from dataclasses import replace
 from consequent_lab.kept_runs import TrainedRun
 from consequent_lab.paper.kept_contestants import KeptContestant
 from consequent_lab.paper.rates import Chosen, Searched
-from consequent_lab.paper.recipes import Contestant
 from consequent_lab.train_config import TrainConfig
 
 START = {"graph": False, "device": {"name": "CPU"}}
@@ -31,10 +30,18 @@ def metric_lines(every, **metrics):
 
 def contestant(label, *runs, seconds=None):
     """A contestant with these runs."""
-    one = Contestant(label.lower(), label, TrainConfig())
     choice = Chosen(-4, ()) if runs else None
     timed_as = "eager, CPU" if seconds else ""
-    return KeptContestant(one, Searched({-4: 1.0}, ()), choice, list(runs), seconds, timed_as)
+    return KeptContestant(
+        label.lower(),
+        label,
+        TrainConfig(),
+        search=Searched({-4: 1.0}, ()),
+        choice=choice,
+        runs=list(runs),
+        seconds_per_iteration=seconds,
+        timed_as=timed_as,
+    )
 
 
 def verdict(statements, words):

@@ -218,7 +218,7 @@ def test_controls_change_nothing_that_is_said_of_the_paper():
         for one in race().contestants:
             runs = [tested(run(), 0.9 if one.label == "C-SGD" else 0.8)]
             shown = contestant(one.label, *(of_controls if one.label.endswith(CONTROL) else runs), seconds=0.01)
-            contestants[one.label] = replace(shown, contestant=one)
+            contestants[one.label] = replace(shown, **vars(one))
         return [one for one in statements(race(), contestants) if one.kind != "control"]
 
     best = tested(run(losses=falling(1e-3), accuracies=[1.0] * EPOCHS), 1.0)
@@ -235,7 +235,7 @@ def test_runs_of_different_lengths_are_compared_after_an_epoch_that_all_have():
     contestants = []
     for label, last in (("C-SGD", 4 * EPOCH), ("SGD", 2 * EPOCH + 100)):
         found = contestant(label, kept(lines(last), config=CONFIG))
-        contestants.append(replace(found, contestant=replace(found.contestant, headline=True)))
+        contestants.append(replace(found, headline=True))
     table = headlines_table(contestants)
     assert "loss over the epoch until 1,000" in table.columns
     for row in table.rows:
