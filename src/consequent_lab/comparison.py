@@ -66,15 +66,16 @@ def _in_file(path: Path) -> Iterator[KeptRun]:
 
 def finals_of(lines: Sequence[Line]) -> Iterator[KeptRun]:
     """Yields the finals among the lines of a race, in seconds as well where eager steps were timed."""
-    timed = {line["contestant"]: line["milliseconds"] for line in lines if line["kind"] == "time"}
+    from consequent_lab.race.results import seconds_until
+
+    timed = {line["contestant"]: line for line in lines if line["kind"] == "time" and "eager" in line["milliseconds"]}
     for final in lines:
         if final["kind"] != "final":
             continue
         curve: list[Line] = unpacked(final["curve"])
         has_ended = all(value == value for value in curve[-1].values())
-        if "eager" in (milliseconds := timed.get(final["contestant"], {})):
-            pace = milliseconds["eager"]["median"] / 1e3
-            curve = [{**line, "seconds": pace * line["iteration"]} for line in curve]
+        if (steps := timed.get(final["contestant"])) is not None:
+            curve = [{**line, "seconds": seconds_until(line["iteration"], steps, "eager")} for line in curve]
         outcome = {"outcome": "finished" if has_ended else "diverged", "seconds": final["seconds"]}
         yield KeptRun(final["recipe"]["task"], final["contestant"], final["seed"], outcome, curve)
 

@@ -30,6 +30,7 @@ class GraphedStep:
     `capturable=True`.
 
     Raises:
+        ValueError: if a tensor is not on a CUDA device, or a step-counting optimiser is not capturable.
         RuntimeError: from the capture, if something in the step needs the host.
     """
 
@@ -41,6 +42,7 @@ class GraphedStep:
         batch: tuple[Tensor, ...],
         warm_up: int = WARM_UP_STEPS,
     ) -> None:
+        _check(model, optimizer, batch)
         buffers = self._buffers = tuple(tensor.clone() for tensor in batch)  # keeps the memory format
 
         def step() -> Tensor:  # which does not hold this object, so that its memory is given back when it is dropped
@@ -85,7 +87,14 @@ class GraphedStep:
 
     def __call__(self, *batch: Tensor) -> Tensor:
         """Trains on a batch, or again on the last one; the loss is overwritten by the next call."""
+        if batch and len(batch) != len(self._buffers):
+            raise ValueError(f"the step was captured with {len(self._buffers)} tensors per batch, got {len(batch)}")
         for buffer, tensor in zip(self._buffers, batch, strict=False):
+            if buffer.shape != tensor.shape:
+                raise ValueError(
+                    f"the step was captured for a batch of shape {list(buffer.shape)}, got {list(tensor.shape)}; "
+                    "drop the last incomplete batch (drop_last=True)"
+                )
             buffer.copy_(tensor, non_blocking=True)
         assert self._graph is not None
         self._graph.replay()
@@ -100,3 +109,15 @@ def step_aside(step: Callable[[], object], times: int = 1) -> None:
         for _ in range(times):
             step()
     before.wait_stream(aside)
+
+
+def _check(model: nn.Module, optimizer: Optimizer | Optimizers, batch: tuple[Tensor, ...]) -> None:
+    tensors = {"the model": next(model.parameters()), **{f"batch[{place}]": t for place, t in enumerate(batch)}}
+    for name, tensor in tensors.items():
+        if not tensor.is_cuda:
+            raise ValueError(
+                f"a CUDA graph needs everything on a CUDA device, but {name} is on {tensor.device}; move it with "
+                '.to("cuda"), or take eager steps'
+            )
+    if not all(group.get("capturable", True) for group in optimizer.param_groups):
+        raise ValueError(f"{type(optimizer).__name__} counts its steps on the host; make it with capturable=True")

@@ -98,6 +98,20 @@ def test_curves_are_where_their_numbers_are(shared):
     assert [top, bottom] == pytest.approx([edges[1] + height * 0.04 / 1.08, edges[2] - height * 0.04 / 1.08], abs=0.2)
 
 
+def test_the_list_of_figures_has_small_pictures_that_lead_to_them(shared):
+    pictures = shared.locator(".gallery a")
+    assert pictures.count() == 5, "none for a figure without anything measured"
+    drawn = shared.evaluate(
+        "[...document.querySelectorAll('.gallery use')].map(use => document.querySelector(use.getAttribute('href')))"
+        ".filter(chart => chart.querySelector('.curve')).length"
+    )
+    assert drawn == 5
+    boxes = [picture.bounding_box() for picture in pictures.locator("svg").all()]
+    assert all(min(box["width"], box["height"]) > 50 for box in boxes)
+    pictures.filter(has_text="Something").click()
+    assert shared.url.endswith("#figure-begun")
+
+
 def test_a_legend_click_hides_all_seeds_and_another_one_shows_them(opened):
     resnet = figure(opened(), "resnet20")
     box = resnet.get_by_role("checkbox", name="C-Nesterov", exact=True)

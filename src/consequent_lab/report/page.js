@@ -7,6 +7,7 @@ class Figure {
     Object.assign(this, { element, data, switched: {} }); // scales that were switched, by direction
     const plots = [...element.querySelectorAll(".plot")];
     this.charts = data.panels.map((panel, number) => (plots[number]?.hidden ?? true ? null : new Chart(plots[number], panel, data.styles)));
+    this.charts.find(Boolean)?.svg.setAttribute("id", `chart-${data.name}`); // the list of figures shows it small
     this.curves = [...element.querySelectorAll("[data-group]")];
     this.all = element.querySelector("[data-all]");
     element.addEventListener("change", ({ target: { checked, dataset: { direction, log } } }) => {
