@@ -69,8 +69,15 @@ def train(model, optimizer, batches=BATCHES[:3], after_step=lambda: None):
         after_step()
 
 
-def train_expected(twin, optimizer, batches=BATCHES[:3], after_step=lambda: None, damping=reference.DEFAULT_DAMPING):
-    """The damping of a parameter group counts here as there."""
+def default_damping(optimizer):
+    """What is taken where users name none."""
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    return reference.DEFAULT_DAMPING if is_sgd else reference.DEFAULT_DAMPING_OF_OTHERS
+
+
+def train_expected(twin, optimizer, batches=BATCHES[:3], after_step=lambda: None, damping=None):
+    """The damping of a parameter group counts here as there; None: the default of the optimiser."""
+    damping = default_damping(optimizer) if damping is None else damping
 
     def damping_of(parameter):
         for group in optimizer.param_groups:

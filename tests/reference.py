@@ -9,9 +9,10 @@ from itertools import pairwise, product
 
 import numpy as np
 
-# A damping is λ, or a pair ("relative", ρ). This one is taken where users name none; the library has it written down
-# in another place.
+# A damping is λ, or a pair ("relative", ρ). These are taken where users name none, with SGD and with others; the
+# library has them written down in another place.
 DEFAULT_DAMPING = ("relative", 0.1)
+DEFAULT_DAMPING_OF_OTHERS = ("relative", 1.0)
 
 
 def damping_options(damping):

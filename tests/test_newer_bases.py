@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import reference
 import torch
 from models.expected import check_same_grads, expected_backward, half_squares, twin_of
 from torch import nn
@@ -71,9 +72,10 @@ def test_the_gradients_are_those_of_plain_sgd_and_of_the_reference(samples, at, 
     for seed in range(4):
         twin, third = twin_of(model), twin_of(model)
         train(model, optimizers, [seed], samples)
-        expected_backward(twin, lambda m, seed=seed: half_squares(m(inputs(samples, seed))), samples)
+        damping = reference.DEFAULT_DAMPING_OF_OTHERS
+        expected_backward(twin, lambda m, seed=seed: half_squares(m(inputs(samples, seed))), samples, damping)
         sgd = torch.optim.SGD(third.parameters(), lr=0.01)
-        consequent.attach(sgd, third, at=at)
+        consequent.attach(sgd, third, at=at, **reference.damping_options(damping))
         train(third, [sgd], [seed], samples)
         for name, p in model.named_parameters():
             p.grad = found[-1][name]

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from kinds import ATTACHED, BATCHES, KINDS, LR, READY, make_model, train, train_expected
+from kinds import ATTACHED, BATCHES, KINDS, LR, READY, default_damping, make_model, train, train_expected
 from models.expected import check_same, expected_backward, half_squares, twin_of
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
@@ -151,7 +151,8 @@ def add_param_group(kind):
     trains = set(twin[0].parameters())
     for x in BATCHES[:3]:
         plain.zero_grad()
-        expected_backward(twin, lambda m, x=x: half_squares(m(x)), len(x), trains=trains.__contains__)
+        damping = default_damping(plain)
+        expected_backward(twin, lambda m, x=x: half_squares(m(x)), len(x), damping, trains=trains.__contains__)
         plain.step()
     check_same(model, twin)
     for network, either in ((model, optimizer), (twin, plain)):

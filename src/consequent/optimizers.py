@@ -8,8 +8,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from consequent.correction import Consequentialism
 from consequent.maths.bound import DEFAULT as BOUND
-from consequent.maths.damping import DEFAULT, Damping
+from consequent.maths.damping import Damping
 from consequent.options.arguments import refusing_unknown
+from consequent.options.parameter_groups import default_damping
 from consequent.options.selection import Patterns
 from consequent.options.settings import LossReduction, Options
 
@@ -55,7 +56,7 @@ class _Consequentialist(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its layers are corrected from the next forward pass on."""
         if not {"damping", "relative_damping"} & set(param_group):
-            default = Damping.chosen(self._damping, self._options.get("relative_damping")) or DEFAULT
+            default = Damping.chosen(self._damping, self._options.get("relative_damping")) or default_damping(self)
             param_group["relative_damping" if default.relative else "damping"] = default.value
         super().add_param_group(param_group)
 

@@ -5,6 +5,7 @@
 
 import copy
 
+import kinds
 import pytest
 import reference
 import torch
@@ -12,9 +13,11 @@ import torch.nn.functional as F  # noqa: N812
 from kinds import KINDS, LR, READY, hooks_on, make_model, train, train_expected
 from models.expected import check_same, twin_of
 from torch import nn
+from torch.optim import SGD, Adam, RMSprop
 
 import consequent
-from consequent.maths.damping import DEFAULT
+from consequent.maths.damping import DEFAULT, DEFAULT_OF_OTHERS
+from consequent.options.parameter_groups import default_damping
 
 FRACTION = 0.25
 
@@ -189,7 +192,12 @@ def test_an_edited_gradient_of_bags_is_shortened_by_the_trace_and_what_is_added_
 
 
 def test_the_tests_default_is_the_librarys():
-    assert (DEFAULT.relative, DEFAULT.value) == (True, reference.DEFAULT_DAMPING[1])
+    weight = nn.Parameter(torch.ones(1))
+    for optimizer, default in ((SGD([weight], lr=0.1), DEFAULT), (Adam([weight]), DEFAULT_OF_OTHERS)):
+        assert ("relative", default.value) == kinds.default_damping(optimizer)
+        assert default.relative
+        assert default_damping(optimizer) == default
+    assert default_damping(None) == DEFAULT
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -197,8 +205,29 @@ def test_neither_is_the_default(name):
     model = make_model()
     twin = twin_of(model)
     train(model, KINDS[name].make(model))
-    train_expected(twin, KINDS[name].make_plain(twin), damping=reference.DEFAULT_DAMPING)
+    train_expected(twin, KINDS[name].make_plain(twin))
     check_same(model, twin)
+
+
+def test_the_default_is_that_of_the_optimiser_that_steps():
+    """Also where several are attached together, and where a correction is made before its optimiser."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    correction = consequent.Consequentialism(model)
+    assert correction.relative_damping == DEFAULT.value
+    first, second = SGD(model[0].parameters(), lr=0.1), Adam(model[1].parameters())
+    correction.attach([first, second])
+    of = [correction._groups.damping_of(layer.weight) for layer in model]
+    assert of == [DEFAULT, DEFAULT_OF_OTHERS]
+    assert "relative_damping=0.1 and relative_damping=1" in repr(correction)
+    correction.relative_damping = 0.3
+    assert {correction._groups.damping_of(layer.weight).value for layer in model} == {0.3}
+
+
+@pytest.mark.parametrize("make", [RMSprop, torch.optim.NAdam, torch.optim.Adagrad])
+def test_all_but_sgd_have_the_other_default(make):
+    model = nn.Linear(3, 2)
+    optimizer = make(model.parameters())
+    assert consequent.attach(optimizer, model).relative_damping == DEFAULT_OF_OTHERS.value
 
 
 def test_none_is_not_given():

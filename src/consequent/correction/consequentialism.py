@@ -24,7 +24,7 @@ from consequent.engines.step import Rewriter
 from consequent.foresight import Foresight
 from consequent.maths.bound import DEFAULT as BOUND
 from consequent.maths.checks import check_damping
-from consequent.maths.damping import DEFAULT, Damping
+from consequent.maths.damping import Damping
 from consequent.options.arguments import refuse_unknown_attribute, refusing_unknown
 from consequent.options.loss_divisor import LossDivisor, named
 from consequent.options.parameter_groups import Groups, damping_in, largest_block_in
@@ -61,8 +61,8 @@ class Consequentialism:
             A parameter group of an optimiser may carry its own ``"damping"`` or ``"relative_damping"``; where weight
             and bias of a layer lie in two, the weight's counts.
         relative_damping: instead of ``damping``: ρ of ``λ = ρ · trace(XXᵀ) / min(N, D)``, a fraction of the mean
-            eigenvalue of the inputs at full rank, whatever their size and number. Without either it is
-            :data:`consequent.maths.damping.DEFAULT`.
+            eigenvalue of the inputs at full rank, whatever their size and number. Without either it is 0.1 for
+            :class:`torch.optim.SGD`, and 1 for others, whose steps have a length of their own.
         loss_reduction: how the loss sums up over samples, so that the learning rate keeps the paper's meaning:
             ``"mean"`` (over the samples that enter the model) or ``"sum"``. A loss module of torch that you call after
             the model (``criterion = nn.CrossEntropyLoss()``): what its calls divide by, ignored targets and class
@@ -124,7 +124,7 @@ class Consequentialism:
         at: str = "step",
     ) -> None:
         check_at(at)
-        default = Damping.chosen(damping, relative_damping) or DEFAULT
+        chosen = Damping.chosen(damping, relative_damping)
         check_loss_reduction(loss_reduction)
         check_bound(bound)
         check_averaging(averaging, refresh, at=at, foresight=foresight)
@@ -139,7 +139,7 @@ class Consequentialism:
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         averages = Averages(averaging, refresh)
         refuse_averaged_blocks(largest_block, averages)
-        groups = self._groups = Groups(model, default, largest_block)
+        groups = self._groups = Groups(model, chosen, largest_block)
         reports = self._reports = Reports(check=check, numbers=self._numbers_of_step)
         layers = self._layers = Layers(inner, self.include, self.exclude)
         at_step = StepCorrector(

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from consequent.correction.layers import weights_of
 from consequent.correction.parts import Parts
 from consequent.maths.bound import DEFAULT as BOUND
-from consequent.maths.damping import DEFAULT, Damping
+from consequent.maths.damping import Damping
+from consequent.options.parameter_groups import default_damping
 from consequent.options.settings import check_bound, check_largest_block, refuse_averaged_blocks
 from consequent.reports.counters import Counters
 from consequent.reports.errors import ConsequentWarning
@@ -77,7 +78,7 @@ def _warn_of_replaced(correction: "Consequentialism", damping: Damping, loaded: 
         bound: likewise.
     """
     replaced = []
-    if damping not in (loaded, DEFAULT):
+    if damping not in (loaded, default_damping(correction.optimizer)):
         replaced.append((f"{loaded}", f"{damping}"))
     if correction.bound not in (bound, BOUND):
         replaced.append((f"bound={bound}", f"bound={correction.bound}"))

@@ -72,4 +72,6 @@ class Damping:
         return f"{'relative_' if self.relative else ''}damping={self.value:g}"
 
 
-DEFAULT = Damping(0.1, relative=True)  # what speaks for and against it: docs/defaults.md
+# Where nobody has chosen one; what speaks for and against them: docs/defaults.md.
+DEFAULT = Damping(0.1, relative=True)  # of SGD, whose steps are proportional to the gradient
+DEFAULT_OF_OTHERS = Damping(1.0, relative=True)  # of Adam and its kin, whose steps have a length of their own

@@ -10,8 +10,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from consequent.capture.torch_internals import answers_at_once
-from consequent.maths.damping import Damping
+from consequent.maths.damping import DEFAULT, DEFAULT_OF_OTHERS, Damping
 from consequent.options.settings import check_largest_block
+
+
+def default_damping(optimizer: Optimizer | None) -> Damping:
+    """λ where nobody has chosen one."""
+    return DEFAULT if optimizer is None or isinstance(optimizer, SGD) else DEFAULT_OF_OTHERS
 
 
 def damping_in(group: dict[str, Any]) -> Damping | None:
@@ -31,13 +36,14 @@ class Groups:
 
     Attributes:
         model: the model.
+        chosen: λ of groups that have none of their own; None: the default of their optimiser.
         largest_block: B of groups that have none of their own; None: features are not cut into blocks.
     """
 
-    def __init__(self, model: nn.Module, default: Damping, largest_block: int | None = None) -> None:
+    def __init__(self, model: nn.Module, chosen: Damping | None, largest_block: int | None = None) -> None:
         self.model = model
+        self.chosen = chosen
         self.largest_block = largest_block
-        self._default = default
         self._optimizers: tuple[weakref.ref[Optimizer], ...] = ()
         self._group_of: dict[Tensor, dict[str, Any]] = {}
         self._optimizer_of: dict[Tensor, weakref.ref[Optimizer]] = {}
@@ -111,14 +117,18 @@ class Groups:
 
     def dampings(self) -> list[Damping]:
         """All that are in use, each once."""
-        used = dict.fromkeys(damping_in(group) or self._default for group in self.param_groups())
-        return list(used) or [self._default]
+        used = dict.fromkeys(
+            damping_in(group) or self.chosen or default_damping(optimizer)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        )
+        return list(used) or [self.chosen or DEFAULT]
 
     @property
     def default(self) -> Damping:
         """λ of groups without one of their own; where all have the same one, that."""
         used = self.dampings()
-        return used[0] if len(used) == 1 else self._default
+        return used[0] if len(used) == 1 else self.chosen or default_damping(next(iter(self.optimizers), None))
 
     @property
     def lost_its_optimizer(self) -> bool:
@@ -126,11 +136,10 @@ class Groups:
         return bool(self._optimizers) and not self.optimizers
 
     def damping_of(self, parameter: Tensor) -> Damping:
-        """λ for a parameter: its group's own, or the default."""
+        """λ for a parameter: its group's own, the one that was chosen, or the default of its optimiser."""
         group = self._group_of.get(parameter)
-        if group is None or ("damping" not in group and "relative_damping" not in group):
-            return self._default
-        return damping_in(group) or self._default
+        own = damping_in(group) if group is not None and ("damping" in group or "relative_damping" in group) else None
+        return own or self.chosen or default_damping(self.optimizer_of(parameter))
 
     def largest_block_of(self, parameter: Tensor) -> int | None:
         """B for a parameter: its group's own, or the default."""
@@ -171,7 +180,7 @@ class Groups:
                 group.pop("damping", None)
                 group.pop("relative_damping", None)
                 group["relative_damping" if default.relative else "damping"] = default.value
-        self._default = default
+        self.chosen = default
 
 
 def parameters_of(optimizer: Optimizer | None) -> list[Tensor]:
