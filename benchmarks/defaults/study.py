@@ -27,7 +27,9 @@ from consequent.reports.errors import StandstillError
 
 TUNING_SEED = 100
 SEEDS = (0, 1, 2)
-LATER_SEEDS = (3, 4, 5)  # for what was thought of when the others had been seen
+LATER_SEEDS = (3, 4, 5)  # for what was thought of when the others had been seen,
+NEXT_SEEDS = (6, 7, 8)  # for the same once more,
+LAST_SEEDS = tuple(range(9, 15))  # and in pairs
 POINTS = 10  # of a trajectory
 GIVE_UP = 20  # losses in a row that are NaN or infinite
 

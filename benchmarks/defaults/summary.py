@@ -4,6 +4,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from benchmarks.defaults.contestants import (
     AVERAGES,
@@ -14,7 +15,17 @@ from benchmarks.defaults.contestants import (
     unbounded,
     with_bounds,
 )
-from benchmarks.defaults.study import LATER_SEEDS, TUNING_SEED, Record, Results, Run, Scope, stress
+from benchmarks.defaults.study import (
+    LAST_SEEDS,
+    LATER_SEEDS,
+    NEXT_SEEDS,
+    TUNING_SEED,
+    Record,
+    Results,
+    Run,
+    Scope,
+    stress,
+)
 
 LARGEST_RATIO = 100.0
 OWN_DAMPINGS = ("relative 0.1", "relative 0.3", "relative 1", "relative 3")  # of C-Adam
@@ -39,6 +50,33 @@ def log_ratio(record: Record, plain: Record) -> float:
     of_plain = plain["initial"] if plain["diverged"] else plain["final"]
     ratio = max(record["final"], floor) / max(of_plain, floor)
     return math.log(min(max(ratio, 1 / LARGEST_RATIO), LARGEST_RATIO))
+
+
+def log_paired_ratio(upper: Record, lower: Record, of: str = "final") -> float | None:
+    """The logarithm of the ratio of two runs with the same task and seed; None where the task has no such loss.
+
+    Args:
+        upper: one of them.
+        lower: the other.
+        of: ``"final"`` or ``"test"``.
+    """
+    if upper["diverged"] or lower["diverged"]:
+        return math.log(LARGEST_RATIO) * (upper["diverged"] - lower["diverged"])
+    if upper[of] is None:
+        return None
+    floor = max(upper["floor"] if of == "final" else 0.0, 1e-30)
+    ratio = max(upper[of], floor) / max(lower[of], floor)
+    return math.log(min(max(ratio, 1 / LARGEST_RATIO), LARGEST_RATIO))
+
+
+class Paired(NamedTuple):
+    """The geometric mean of ratios of pairs over tasks and seeds, and the factor of one standard error, by seeds."""
+
+    mean: float
+    noise: float
+
+    def __str__(self) -> str:
+        return f"**{self.mean:.2f}** ×/÷ {self.noise:.3f}"
 
 
 class Verdict:
@@ -126,6 +164,22 @@ class Judge:
                 else:
                     found.missing += 1
         return found
+
+    def paired(
+        self, upper: tuple[str, str], lower: tuple[str, str], rate: float, seeds: Sequence[int], of: str = "final"
+    ) -> Paired | None:
+        """Two contestants with their dampings and one rate; None if a run was not made."""
+        means = []
+        for seed in seeds:
+            logarithms = []
+            for task in self.scope.tasks:
+                one, other = (self.record(task, *who, rate, seed) for who in (upper, lower))
+                if one is None or other is None:
+                    return None
+                logarithm = log_paired_ratio(one, other, of)
+                logarithms += [] if logarithm is None else [logarithm]
+            means.append(statistics.fmean(logarithms))
+        return Paired(math.exp(statistics.fmean(means)), math.exp(statistics.stdev(means) / math.sqrt(len(means))))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -286,14 +340,26 @@ def by_averages(judge: Judge, damping: str, rates: dict[str, Sequence[float]]) -
     return table(["", "averages", "each with its best rate", *["one rate for all"] * columns], rows)
 
 
-def by_own_damping(judge: Judge, dampings: Sequence[str], rates: Sequence[float]) -> str:
+def by_own_damping(judge: Judge, dampings: Sequence[str], rates: Sequence[float], seeds: Sequence[int]) -> str:
     """Dampings of C-Adam: each task with its best rate, and one rate for all tasks; seeds that came later."""
     cases = [*(("c-adam", damping) for damping in dampings), ("adam", "")]
     rows = [
-        [damping or "plain", *(judge.verdict(name, damping, rate, LATER_SEEDS) for rate in (None, *rates))]
+        [damping or "plain", *(judge.verdict(name, damping, rate, seeds) for rate in (None, *rates))]
         for name, damping in cases
     ]
     return table(["c-adam", "each with its best rate", *(f"{rate:g} for all" for rate in rates)], rows)
+
+
+def in_pairs(judge: Judge, rates: Sequence[float], seeds: Sequence[int]) -> str:
+    """C-Adam with ρ = 1 and with 0.1 and plain Adam, in pairs with the same task and seed."""
+    plain, usual, more = ("adam", ""), ("c-adam", "relative 0.1"), ("c-adam", "relative 1")
+    cases = ((more, plain, "final"), (more, usual, "final"), (usual, plain, "final"), (more, usual, "test"))
+    rows = [
+        [f"{rate:g}", *(judge.paired(upper, lower, rate, seeds, of) or "–" for upper, lower, of in cases)]
+        for rate in rates
+    ]
+    heads = ["ρ = 1 ÷ Adam", "ρ = 1 ÷ ρ = 0.1", "ρ = 0.1 ÷ Adam", "test losses, ρ = 1 ÷ ρ = 0.1"]
+    return table(["rate for all", *heads], rows)
 
 
 def _of_kind(name: str) -> list[str]:
@@ -350,7 +416,11 @@ def tables(scope: Scope, results: Results, rates: dict[str, float], damping: str
         f"## Averages over batches, {damping}, seeds {seeds}",
         by_averages(judge, damping, {"c-adam": (1e-3, 3e-3), "c-sgd": (0.1,)}),
         f"## Dampings of C-Adam, seeds {', '.join(map(str, LATER_SEEDS))}",
-        by_own_damping(judge, OWN_DAMPINGS, (1e-3, 3e-3)),
+        by_own_damping(judge, OWN_DAMPINGS, (1e-3, 3e-3), LATER_SEEDS),
+        f"## The same, seeds {', '.join(map(str, NEXT_SEEDS))}",
+        by_own_damping(judge, ("relative 0.1", "relative 1"), (1e-3, 3e-3), NEXT_SEEDS),
+        f"## In pairs, seeds {', '.join(map(str, LAST_SEEDS))}",
+        in_pairs(judge, (1e-3, 3e-3), LAST_SEEDS),
         "## Seconds for each run, medians",
         seconds(judge),
     ]
