@@ -13,7 +13,7 @@ import consequent
 from benchmarks.defaults import study, summary
 from benchmarks.defaults.contestants import CONTESTANTS
 from consequent.maths.bound import DEFAULT as BOUND
-from consequent.maths.damping import DEFAULT
+from consequent.maths.damping import DEFAULT, DEFAULT_OF_OTHERS
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "defaults.md").read_text()
@@ -71,7 +71,9 @@ def test_the_tables_are_those_of_the_summary(judge):
         summary.learning_rates(judge, DAMPING),
         summary.by_memory(judge, DAMPING, (1e-3, 3e-3)),
         summary.by_averages(judge, BOUNDED, {"c-adam": (1e-3, 3e-3), "c-sgd": (0.1,)}),
-        summary.by_own_damping(judge, summary.OWN_DAMPINGS, (1e-3, 3e-3)),
+        summary.by_own_damping(judge, summary.OWN_DAMPINGS, (1e-3, 3e-3), study.LATER_SEEDS),
+        summary.by_own_damping(judge, ("relative 0.1", "relative 1"), (1e-3, 3e-3), study.NEXT_SEEDS),
+        summary.in_pairs(judge, (1e-3, 3e-3), study.LAST_SEEDS),
         *(summary.by_rate(default, name) for name in CONTESTANTS),
     ]
     for table in tables:
@@ -251,7 +253,7 @@ def test_the_advised_rates_are_those_of_the_study(judge):
         name = first
         for word, verdict, rate in re.findall(r"(?:(C-\w+|Adam) )?([\d.]+) at ([\d.]+)", because):
             name = word or name
-            damping = "" if name == "Adam" else DAMPING
+            damping = {"Adam": "", "C-Adam": f"relative {DEFAULT_OF_OTHERS.value:g}"}.get(name, DAMPING)
             found = judge.verdict(name.lower(), damping, float(rate), [study.TUNING_SEED])
             assert (found.missing, float(verdict)) == (0, rounded(found.mean)), (name, rate)
             seen += 1
@@ -344,22 +346,50 @@ def of_new_seeds(judge, damping, rate, tasks=()):
 
 
 def test_what_is_said_of_c_adams_own_damping(judge):
-    def against(rate):
-        one, usual = (of_new_seeds(judge, damping, rate) for damping in ("relative 1", "relative 0.1"))
+    def against(rate, seeds, other="relative 0.1"):
+        one, usual = (
+            judge.verdict("c-adam" if damping else "adam", damping, rate, seeds) for damping in ("relative 1", other)
+        )
         is_clear = usual.mean / one.mean > one.noise * usual.noise
         return [rounded(one.mean), rounded(usual.mean)], is_clear
 
-    said = numbers(r"we advise, (\S+) against (\S+) is within the noise, as is (\S+) against (\S+) with tuned")
-    (at_advised, is_clear), (tuned, is_clear_tuned), (at_low, is_clear_low) = map(against, (0.003, None, 0.001))
+    first = [against(rate, study.LATER_SEEDS) for rate in (0.003, None, 0.001)]
+    (at_advised, _), (tuned, _), (at_low, _) = first
+    assert [is_clear for _, is_clear in first] == [False, False, True]
+    said = numbers(
+        r"at 0\.003\*\* alone: (\S+) against (\S+) is within the noise, as is (\S+) against (\S+) with tuned"
+    )
     assert said == [*at_advised, *tuned]
-    assert (is_clear, is_clear_tuned, is_clear_low) == (False, False, True)
     plain = rounded(of_new_seeds(judge, "", 0.001).mean)
-    assert numbers(r"say `relative_damping=1`\*\*: (\S+) against (\S+), where plain Adam has (\S+) at") == [
-        *at_low,
-        plain,
+    assert numbers(r"But at 0\.001 it is (\S+) against (\S+), where plain Adam has ([\d.]+)\.") == [*at_low, plain]
+    second = [
+        against(0.001, study.NEXT_SEEDS),
+        against(0.001, study.NEXT_SEEDS, ""),
+        against(0.003, study.NEXT_SEEDS),
+        against(None, study.NEXT_SEEDS),
     ]
-    assert f"({at_low[1]:.2f} against {plain:.2f}, where 1 is tuned Adam)" in ADVICE
-    assert f"it was before it ({at_low[0]:.2f})" in ADVICE
+    assert [is_clear for _, is_clear in second[:2]] == [True, False]
+    assert numbers(r"failed in one of four parts\*\*: (\S+) against (\S+) of plain Adam") == second[1][0]
+    usual, one = (judge.verdict("c-adam", damping, 0.003, study.NEXT_SEEDS) for damping in (DAMPING, "relative 1"))
+    assert one.mean / usual.mean < one.noise * usual.noise
+    plain, usual, one = ("adam", ""), ("c-adam", DAMPING), ("c-adam", f"relative {DEFAULT_OF_OTHERS.value:g}")
+    low, high = 0.001, 0.003
+    for lower in (plain, usual):
+        ratio = judge.paired(one, lower, low, study.LAST_SEEDS)
+        assert ratio.mean * ratio.noise**2 < 1
+    at_high = judge.paired(one, usual, high, study.LAST_SEEDS)
+    assert at_high.mean < 1.1
+    assert f"nothing is gained**: {at_high.mean:.2f} times the loss with 0.1" in PROSE
+    assert all(judge.paired(one, usual, rate, study.LAST_SEEDS, "test").mean < 1 for rate in (low, high))
+    at_low = [judge.paired(upper, plain, low, study.LAST_SEEDS).mean for upper in (one, usual)]
+    said = "losses are {:.2f} of those of plain Adam with the same seed, and {:.2f} with a damping of 0.1".format(
+        *at_low
+    )
+    assert said in ADVICE
+    changes = " ".join((ROOT / "CHANGELOG.md").read_text().split())
+    assert "were {:.2f} of plain Adam's with it, and {:.2f} with 0.1".format(*at_low) in changes
+    assert judge.paired(one, plain, high, study.LAST_SEEDS).mean < 1
+    assert judge.paired(usual, plain, high, study.LAST_SEEDS).mean < 1
     lost = {
         damping: {
             task: mean for task in judge.scope.tasks if (mean := of_new_seeds(judge, damping, None, [task]).mean) > 1
@@ -387,7 +417,7 @@ def test_the_test_losses_of_c_adams_own_damping(judge):
         assert len(of_task) == 13
         return rounded(math.exp(statistics.fmean(of_task)))
 
-    said = numbers(r"test losses are (\S+) of those with 0\.1 at 0\.003, (\S+) at 0\.001 and (\S+) with tuned rates")
+    said = numbers(r"Test losses are (\S+) of those with 0\.1 at 0\.003, (\S+) at 0\.001 and (\S+) with tuned rates")
     assert said == [ratio(rate) for rate in (0.003, 0.001, None)]
 
 
@@ -403,4 +433,4 @@ def test_the_pinn_with_c_adams_own_damping(judge):
         for damping in ("relative 1", "relative 0.1")
     ]
     assert said == found
-    assert f"with `relative_damping=1` ({found[2]:.2f})" in ADVICE
+    assert f"with a damping of 1 ({found[2]:.2f})" in ADVICE

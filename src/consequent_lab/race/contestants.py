@@ -207,7 +207,7 @@ CONTESTANTS = {
             graphs=False,
         ),
         Contestant("C-Adam-averaged", torchs("adam"), (lr(3e-4), RELATIVE_DAMPING), correction=AVERAGES, graphs=False),
-        Contestant("C-Muon", muon, (lr(2e-3), OTHER_LR), correction={}),
+        Contestant("C-Muon", muon, (lr(2e-3), OTHER_LR), correction={"relative_damping": 0.1}),
         Contestant(
             "Newton-Muon",
             muon,

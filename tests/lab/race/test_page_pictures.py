@@ -91,7 +91,8 @@ def test_what_a_higher_rate_and_more_damping_gave_is_in_the_trials():
     high, low = f"{ends('siren-128-china')['C-Adam']:.0f}", f"{-first['score']:.0f}"
     choosing, readme = (" ".join((ROOT / name).read_text().split()) for name in ("docs/choosing.md", "README.md"))
     assert f"SIRENs {chosen}, where that meant {high} dB instead of {low}" in choosing
-    assert f"{high} dB need one of {chosen}, with the default it was {low} (one seed)" in readme
+    assert f"{high} dB came with a damping of {chosen}, with {DEFAULT.value:g} and a lower rate it was {low}" in readme
+    assert first["settings"]["lr"] < CHINA.best("C-Adam")["settings"]["lr"]
     lines = {name: next(row for row in rows(CHINA) if row.contestant == name).cells for name in ("Adam", "C-Adam")}
     place = headings(CHINA).index("steps to PSNR 40.0 dB") + 1
     eager = [f"{float(lines[name][place]):.2f}" for name in ("Adam", "C-Adam")]
