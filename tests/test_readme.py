@@ -78,8 +78,8 @@ def test_the_race_of_perceptrons_is_the_one_in_results():
         assert (len(kept.trials(name)), len(kept.finals(name))) == (12, 5)
     said = re.search(
         r"after (\d+) steps of 128 images with C-Adam and averages over batches, as with FOOF, [^.]*; Muon needs "
-        r"(\d+), SOAP ([\d,]+), and [^.]* not there after ([\d,]+)\. In CUDA graphs C-SGD takes ([\d.]+) s for it, Muon "
-        r"([\d.]+)\. ",
+        r"(\d+), SOAP ([\d,]+), and [^.]* not there after ([\d,]+)\. In CUDA graphs C-SGD takes ([\d.]+) s for it, "
+        r"Muon ([\d.]+)\. ",
         PROSE,
     ).groups()
     in_steps = [median_of(found[name][steps]) for name in ("C-Adam-averaged", "FOOF", "Muon", "SOAP")]
