@@ -22,7 +22,7 @@ def test_all_stages_and_the_tables(monkeypatch, capsys, tmp_path):
     path = tmp_path / "runs.jsonl"
     out = run(monkeypatch, capsys, path, "search", "confirm", "fixed", "stress", "summary")
     tables = out[out.index("## Each task") :]
-    assert tables.count("\n## ") == 12
+    assert tables.count("\n## ") == 14
     assert "**" in tables
     assert "missing" not in tables
     lines = path.read_text().splitlines()

@@ -385,13 +385,15 @@ def test_an_old_state_with_a_relative_damping_warns_and_is_taken():
     assert (correction.damping, correction.relative_damping, correction.counters.steps) == (None, 0.2, 7)
 
 
-def test_a_new_state_with_both_or_neither_is_refused():
+def test_a_state_with_both_or_an_old_one_with_neither_is_refused():
     correction = consequent.Consequentialism(nn.Linear(3, 2), damping=0.3)
     before = correction.state_dict()
-    for dampings, message in ((BOTH, NAMES_BOTH), ({"damping": None, "relative_damping": None}, "has neither")):
+    for other, message in ((BOTH, NAMES_BOTH), ({"version": 2, "damping": None}, "has neither")):
         with pytest.raises(ValueError, match=message):
-            correction.load_state_dict({**before, **dampings})
+            correction.load_state_dict({**before, **other})
         assert correction.state_dict() == before
+    correction.load_state_dict({**before, "damping": None})  # the default, which leaves what was chosen
+    assert correction.state_dict() == before
 
 
 @pytest.mark.parametrize("damping", [0.3, ("relative", 0.3)], ids=str)

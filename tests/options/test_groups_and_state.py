@@ -5,7 +5,6 @@ import io
 import warnings
 
 import pytest
-import reference
 import torch
 from kinds import BATCHES, KINDS, LR, make_model, train, train_expected
 from models.expected import check_same, expected_backward, half_squares, twin_of
@@ -64,9 +63,9 @@ def test_the_state_dict_of_the_correction(ready):
     train(model, optimizer)
     state = correction.state_dict()
     assert state == {
-        "version": 2,
+        "version": 3,
         "damping": None,
-        "relative_damping": reference.DEFAULT_DAMPING[1],
+        "relative_damping": None,  # the default
         "bound": 0.2,
         "largest_block": None,
         "loss_reduction": "mean",
@@ -246,14 +245,39 @@ def saved_and_loaded(saved, **options):
     return told
 
 
+def test_a_state_of_defaults_leaves_each_optimiser_its_own():
+    """Two optimisers have two defaults; and a choice of the user's stays."""
+
+    def begin(**options):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        parts = [torch.optim.SGD(model[0].parameters(), lr=LR), torch.optim.Adam(model[1].parameters())]
+        return model, parts, consequent.attach(parts, model, **options)
+
+    *_, first = begin()
+    for options, expected in (({}, [0.1, 1.0]), ({"relative_damping": 0.3}, [0.3, 0.3])):
+        model, _parts, second = begin(**options)
+        second.load_state_dict(first.state_dict())
+        assert [second._groups.damping_of(layer.weight).value for layer in model] == expected
+
+
+def test_without_its_optimiser_a_correction_has_the_damping_it_had():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    correction = consequent.attach(optimizer, model)
+    correction.detach()
+    assert correction.relative_damping == 1
+    assert "relative_damping=1" in repr(correction)
+
+
 @pytest.mark.parametrize(
     ("saved", "options", "words"),
     [
         ({}, {}, []),
         ({"damping": 0.3, "bound": 0.1}, {}, []),
         ({"damping": 0.3, "bound": 0.1}, {"damping": 0.3, "bound": 0.1}, []),
-        ({}, {"damping": 0.01}, ["has relative_damping=0.1, which takes the place of damping=0.01"]),
+        ({}, {"damping": 0.01}, []),
         ({"relative_damping": 1.0}, {"relative_damping": 0.5}, ["takes the place of relative_damping=0.5"]),
+        ({"relative_damping": 1.0}, {"relative_damping": 0.1}, ["takes the place of relative_damping=0.1"]),
         ({}, {"bound": None}, ["has bound=0.2, which takes the place of bound=None"]),
         ({"averaging": 0.9}, {}, ["averaged moments, which are left out"]),
         ({"averaging": 0.9}, {"averaging": 0.9}, []),

@@ -14,8 +14,8 @@ from torch.nn import functional
 import consequent
 
 
-def warnings_of(model, loss_of, steps=2, **options):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def warnings_of(model, loss_of, steps=2, make=torch.optim.SGD, **options):
+    optimizer = make(model.parameters(), lr=0.01)
     consequent.attach(optimizer, model, damping=0.1, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -517,3 +517,15 @@ def test_a_mean_over_all_elements_by_hand_is_told_of(name, at):
 @pytest.mark.parametrize("name", OTHER_MEANS_BY_HAND)
 def test_other_means_by_hand_are_left_in_peace(name):
     assert warnings_of(dense(4), lambda model: OTHER_MEANS_BY_HAND[name](model(INPUTS))) == []
+
+
+# ---- where it does not matter ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "count"), [(torch.optim.SGD, 1), (torch.optim.Adam, 0), (torch.optim.AdamW, 0), (torch.optim.RMSprop, 0)]
+)
+def test_optimisers_whose_steps_have_their_own_length_are_left_in_peace(make, count):
+    model, inputs, labels = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), torch.randn(8, 4), torch.arange(8) % 3
+    told = warnings_of(model, lambda m: functional.cross_entropy(m(inputs), labels, reduction="sum"), make=make)
+    assert len(told) == count

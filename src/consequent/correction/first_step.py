@@ -1,10 +1,18 @@
 """What is looked at once, at the first step, and may be warned of."""
 
+from torch import optim
+
 from consequent.capture.torch_internals import scaler_is_stepping
 from consequent.capture.use import Entry
 from consequent.correction.parts import Parts
 from consequent.correction.territory import names_of
 from consequent.reports.doubts import doubt_about_loss
+
+# A factor of all gradients changes hardly anything of their steps.
+SCALE_FREE = (
+    *(optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
+    *(optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Rprop, optim.Muon),
+)
 
 
 class FirstStep:
@@ -15,7 +23,7 @@ class FirstStep:
         self._is_over = False
 
     def look(self, passes: list[set[Entry]]) -> None:
-        """Tell of a loss that can hardly be the mean it is taken for; at the first step only.
+        """Tell of a loss that can hardly be the mean it is taken for, where that matters; at the first step only.
 
         Args:
             passes: the backward passes, each with the entries that took part in it.
@@ -28,7 +36,9 @@ class FirstStep:
             self._warn_of_halves()
         capture.entries.loss_watch = None
         taken_over = self._parts.loss.taken_over
-        if taken_over is not None:
+        optimizers = self._parts.groups.optimizers
+        matters = not optimizers or not all(isinstance(optimizer, SCALE_FREE) for optimizer in optimizers)
+        if taken_over is not None and matters:
             doubt = doubt_about_loss(passes, capture.model, taken_over, is_scaled=scaler_is_stepping())
             reports.samples_in_doubt(doubt)
 

@@ -8,7 +8,6 @@ from consequent.correction.layers import weights_of
 from consequent.correction.parts import Parts
 from consequent.maths.bound import DEFAULT as BOUND
 from consequent.maths.damping import Damping
-from consequent.options.parameter_groups import default_damping
 from consequent.options.settings import check_bound, check_largest_block, refuse_averaged_blocks
 from consequent.reports.counters import Counters
 from consequent.reports.errors import ConsequentWarning
@@ -16,18 +15,18 @@ from consequent.reports.errors import ConsequentWarning
 if TYPE_CHECKING:
     from consequent.correction.consequentialism import Consequentialism
 
-VERSION = 2  # of state dicts
+VERSION = 3  # of state dicts
 
 
 def state_of(correction: "Consequentialism", parts: Parts) -> dict[str, Any]:
     """A state dict; dampings of parameter groups are in the optimiser's own."""
-    reduction, averages = correction.loss_reduction, parts.rewriter.averages
+    reduction, averages, chosen = correction.loss_reduction, parts.rewriter.averages, parts.groups.chosen
     kept = {"averages": averages.state_dict(weights_of(parts.capture))} if averages.are_used else {}
     return {
         **kept,
         "version": VERSION,
-        "damping": correction.damping,
-        "relative_damping": correction.relative_damping,
+        "damping": None if chosen is None or chosen.relative else chosen.value,
+        "relative_damping": chosen.value if chosen is not None and chosen.relative else None,
         "bound": correction.bound,
         "largest_block": correction.largest_block,
         "loss_reduction": None if callable(reduction) else reduction,
@@ -54,7 +53,8 @@ def load(state: dict[str, Any], correction: "Consequentialism", parts: Parts) ->
         averages.load_state_dict(state["averages"], weights_of(parts.capture))
     if state["loss_reduction"] is not None:
         correction.loss_reduction = state["loss_reduction"]
-    _warn_of_replaced(correction, parts.groups.default, damping, bound)
+    is_chosen = parts.groups.chosen is not None
+    _warn_of_replaced(correction, parts.groups.default if is_chosen else None, damping, bound)
     if state.get("averages") and not averages.are_used:
         warnings.warn(
             "the state that is loaded has averaged moments, which are left out: this correction does not average "
@@ -62,23 +62,26 @@ def load(state: dict[str, Any], correction: "Consequentialism", parts: Parts) ->
             ConsequentWarning,
             stacklevel=3,
         )
-    parts.groups.change_default(damping)
+    if damping is not None:
+        parts.groups.change_default(damping)
     correction.bound = bound
     correction.largest_block = largest_block
     parts.reports.restore(counters)
 
 
-def _warn_of_replaced(correction: "Consequentialism", damping: Damping, loaded: Damping, bound: float | None) -> None:
+def _warn_of_replaced(
+    correction: "Consequentialism", damping: Damping | None, loaded: Damping | None, bound: float | None
+) -> None:
     """Tell where something that the user chose gives way to what a state has.
 
     Args:
         correction: into which it is loaded.
-        damping: the one it has.
-        loaded: the one of the state.
+        damping: the one that was chosen for it, if one was.
+        loaded: the one of the state, if it has one.
         bound: likewise.
     """
     replaced = []
-    if damping not in (loaded, default_damping(correction.optimizer)):
+    if damping is not None and loaded is not None and damping != loaded:
         replaced.append((f"{loaded}", f"{damping}"))
     if correction.bound not in (bound, BOUND):
         replaced.append((f"bound={bound}", f"bound={correction.bound}"))
@@ -91,8 +94,11 @@ def _warn_of_replaced(correction: "Consequentialism", damping: Damping, loaded: 
         )
 
 
-def _damping_of(state: dict[str, Any]) -> Damping:
-    """λ of a state dict. The first version had a relative one beside an absolute one, and in another unit."""
+def _damping_of(state: dict[str, Any]) -> Damping | None:
+    """λ of a state dict; None if it was the default, which versions before the third had as a number.
+
+    The first version had a relative one beside an absolute one, and in another unit.
+    """
     damping, relative = state["damping"], state["relative_damping"]
     if state.get("version", 1) == 1 and relative is not None:
         warnings.warn(
@@ -104,6 +110,6 @@ def _damping_of(state: dict[str, Any]) -> Damping:
         )
         damping = None
     chosen = Damping.chosen(damping, relative)
-    if chosen is None:
+    if chosen is None and state.get("version", 1) < VERSION:
         raise ValueError("a state dict of Consequentialism has a damping or a relative_damping, this one has neither")
     return chosen

@@ -111,7 +111,7 @@ class Stepping:
             must_skip = self._bad_pass == self._corrector.last_pass  # until there are new gradients
             if not must_skip:
                 refuse_uncaptured(self._parts.capture, self._corrector, self._groups.owns, self._rewriter.uncaptured)
-                self._rewriter.warn_of_misbehaving()
+                self._rewriter.list_uncaptured([])
         if must_skip:
             # An optimiser leaves parameters without a gradient alone: no step, no decay, no momentum.
             self._bad_pass = self._corrector.last_pass

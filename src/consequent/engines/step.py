@@ -120,7 +120,7 @@ class Rewriter:
                 records, self.samples = self._filled, self._capture.entries.count(passes)
             else:
                 records, self.samples = self.exchange.complete(self._may_wait), self.exchange.samples
-            self._list_uncaptured(records)
+            self.list_uncaptured(records)
             if self.averages.are_used:
                 self.averages.apply(records, self._damping_of)
                 records = [record for record in records if not record.is_empty]
@@ -278,7 +278,12 @@ class Rewriter:
                 "there names the layer. No weight was changed."
             )
 
-    def _list_uncaptured(self, records: list[Record]) -> None:
+    def list_uncaptured(self, records: list[Record]) -> None:
+        """Note and tell of layers whose gradient comes from no product of theirs.
+
+        Args:
+            records: of all gradients that do.
+        """
         for name in uncaptured_layers(records, self._capture, self._corrector, self._groups.owns):
             self.uncaptured[name] = "its weight got a gradient without the layer being called"
             self._reports.left_plain(name, self.uncaptured[name])

@@ -27,5 +27,5 @@ def check_positive(name: str, value: float, remedy: str) -> None:
 
 def check_damping(damping: float, name: str = "damping", where: str = "") -> None:
     """Raise unless λ is a finite number ≥ 0."""
-    usual = "0.1 is usual" if name == "relative_damping" else "the paper uses 0.001 to 0.03"
+    usual = "0.01 to 1 are usual" if name == "relative_damping" else "the paper uses 0.001 to 0.03"
     check_nonnegative(name + where, damping, usual)

@@ -7,7 +7,7 @@ from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import ASGD, SGD, Optimizer
 
 from consequent.capture.torch_internals import answers_at_once
 from consequent.maths.damping import DEFAULT, DEFAULT_OF_OTHERS, Damping
@@ -16,7 +16,7 @@ from consequent.options.settings import check_largest_block
 
 def default_damping(optimizer: Optimizer | None) -> Damping:
     """λ where nobody has chosen one."""
-    return DEFAULT if optimizer is None or isinstance(optimizer, SGD) else DEFAULT_OF_OTHERS
+    return DEFAULT if optimizer is None or isinstance(optimizer, SGD | ASGD) else DEFAULT_OF_OTHERS
 
 
 def damping_in(group: dict[str, Any]) -> Damping | None:
@@ -44,6 +44,7 @@ class Groups:
         self.model = model
         self.chosen = chosen
         self.largest_block = largest_block
+        self._default = DEFAULT  # of the first of the optimisers that were taken last
         self._optimizers: tuple[weakref.ref[Optimizer], ...] = ()
         self._group_of: dict[Tensor, dict[str, Any]] = {}
         self._optimizer_of: dict[Tensor, weakref.ref[Optimizer]] = {}
@@ -72,6 +73,7 @@ class Groups:
                 when_gone()
 
         self._optimizers = tuple([weakref.ref(optimizer, one_is_gone) for optimizer in optimizers])
+        self._default = default_damping(optimizers[0]) if optimizers else self._default
         self.read_again()
 
     def param_groups(self) -> list[dict[str, Any]]:
@@ -122,13 +124,13 @@ class Groups:
             for optimizer in self.optimizers
             for group in optimizer.param_groups
         )
-        return list(used) or [self.chosen or DEFAULT]
+        return list(used) or [self.chosen or self._default]
 
     @property
     def default(self) -> Damping:
         """λ of groups without one of their own; where all have the same one, that."""
         used = self.dampings()
-        return used[0] if len(used) == 1 else self.chosen or default_damping(next(iter(self.optimizers), None))
+        return used[0] if len(used) == 1 else self.chosen or self._default
 
     @property
     def lost_its_optimizer(self) -> bool:

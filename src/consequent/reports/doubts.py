@@ -14,9 +14,9 @@ _REMEDY = (
 )
 _NOT_ADAM = "(not those of Adam, which have a length of their own)"
 _LEFT_OUT = (
-    "the other labels are ignored or left out, and steps are that much too long. Say loss_reduction=criterion, the "
-    "loss module that you call (nn.CrossEntropyLoss()), which counts at every step, or give the divisor: a number, or "
-    "lambda samples: …"
+    f"the other labels are ignored or left out, and steps are that much too long {_NOT_ADAM}. Say "
+    "loss_reduction=criterion, the loss module that you call (nn.CrossEntropyLoss()), which counts at every step, or "
+    "give the divisor: a number, or lambda samples: …"
 )
 
 
@@ -58,8 +58,8 @@ def _doubt_about_samples(entry: Entry, *, is_scaled: bool) -> str | None:
     if entry.has_mean_over_positions:
         return (
             f"{counted}; but it is one over all positions (tokens, time steps, pixels) of the outputs {list(outputs)}, "
-            "by its gradient, and steps are that much too short: say loss_reduction=criterion, the loss module that "
-            'you call, or loss_reduction="tokens" where classes are last and no targets are ignored'
+            f"by its gradient, and steps are that much too short {_NOT_ADAM}: say loss_reduction=criterion, the loss "
+            'module that you call, or loss_reduction="tokens" where classes are last and no targets are ignored'
         )
     if entry.has_mean_over_elements:
         return (

@@ -1,5 +1,7 @@
 """Parameters of other modules keep exactly their plain gradient beside corrected layers."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -79,6 +81,28 @@ class PartlyCalled(nn.Module):
     def forward(self, x):
         h = torch.tanh(self.first(x))
         return self.last(torch.tanh(nn.functional.linear(h, self.around.weight, self.around.bias)))
+
+
+def test_a_model_of_which_no_layer_is_called_is_told_of():
+    """All weights are used by functions: the optimiser is the plain one, and says so."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    correction = consequent.attach(optimizer, model)
+    before = [p.detach().clone() for p in model.parameters()]
+    for number in range(3):
+        optimizer.zero_grad()
+        outputs = torch.ones(3, 6)
+        for layer in model:
+            outputs = nn.functional.linear(outputs, layer.weight, layer.bias)
+        half_squares(outputs).backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert len(caught) == (2 if number == 0 else 0)
+        assert all("got a gradient without the layer being called" in str(one.message) for one in caught)
+    assert correction.counters.steps == 0
+    assert list(correction.plain) == ["0", "1"]
+    assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("samples", [3, 30])
