@@ -20,13 +20,14 @@ VERSION = 3  # of state dicts
 
 def state_of(correction: "Consequentialism", parts: Parts) -> dict[str, Any]:
     """A state dict; dampings of parameter groups are in the optimiser's own."""
-    reduction, averages, chosen = correction.loss_reduction, parts.rewriter.averages, parts.groups.chosen
+    reduction, averages = correction.loss_reduction, parts.rewriter.averages
+    is_chosen = parts.groups.chosen is not None
     kept = {"averages": averages.state_dict(weights_of(parts.capture))} if averages.are_used else {}
     return {
         **kept,
         "version": VERSION,
-        "damping": None if chosen is None or chosen.relative else chosen.value,
-        "relative_damping": chosen.value if chosen is not None and chosen.relative else None,
+        "damping": correction.damping if is_chosen else None,
+        "relative_damping": correction.relative_damping if is_chosen else None,
         "bound": correction.bound,
         "largest_block": correction.largest_block,
         "loss_reduction": None if callable(reduction) else reduction,
