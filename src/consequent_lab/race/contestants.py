@@ -174,6 +174,11 @@ def foof(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimiz
     return [FOOF(model, settings["lr"], settings["damping"])]
 
 
+def sparing_foof(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
+    """Returns FOOF that inverts at every tenth step from the first one on."""
+    return [FOOF(model, settings["lr"], settings["damping"], sparing=True)]
+
+
 # ---- all of them -------------------------------------------------------------------------------------------------
 
 OTHER_LR = Knob("other_lr", 3e-5, 1e-2, 3e-4)  # of AdamW beside Muon
@@ -193,6 +198,7 @@ CONTESTANTS = {
         Contestant("Shampoo", shampoo, (lr(3e-4),), graphs=False),
         Contestant("K-FAC", kfac, (lr(3e-4), Knob("damping", 1e-4, 1e-1, 3e-3)), graphs=False),
         Contestant("FOOF", foof, (lr(0.03), Knob("damping", 0.03, 30.0, 1.0)), graphs=False),
+        Contestant("FOOF-sparing", sparing_foof, (lr(0.01), Knob("damping", 3e-3, 3.0, 0.05)), graphs=False),
         Contestant("C-SGD", torchs("sgd"), (lr(0.1), RELATIVE_DAMPING), correction={}),
         Contestant("C-Nesterov", torchs("nesterov"), (lr(0.01), RELATIVE_DAMPING), correction={}),
         Contestant("C-Adam", torchs("adam"), (lr(3e-4), RELATIVE_DAMPING), correction={}),

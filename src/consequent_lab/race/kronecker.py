@@ -17,13 +17,14 @@ class FOOF(SGD):
     """Nesterov's descent along `gradient · (A + λI)⁻¹` for every dense layer and convolution.
 
     `A` is the averaged second moment of a layer's inputs, a one for the bias appended, and λ the damping. Parameters of
-    other layers keep their gradient. Factors and inverses are updated in each of the first
-    `FRESH` steps, then every `REFRESH`.
+    other layers keep their gradient. Factors are updated in each of the first `FRESH` steps, then every `REFRESH`;
+    inverses likewise, or, if it is `sparing`, every `REFRESH` from the first step on.
     """
 
-    def __init__(self, model: nn.Module, lr: float, damping: float) -> None:
+    def __init__(self, model: nn.Module, lr: float, damping: float, *, sparing: bool = False) -> None:
         super().__init__(model.parameters(), lr=lr, momentum=0.9, nesterov=True)
         self._damping = damping
+        self._fresh_inverses = 0 if sparing else FRESH
         self._steps = 0
         self._moments: dict[nn.Linear | nn.Conv2d, list[Tensor]] = {}
         self._inverses: dict[nn.Linear | nn.Conv2d, list[Tensor]] = {}
@@ -31,12 +32,11 @@ class FOOF(SGD):
             if isinstance(layer, nn.Linear | nn.Conv2d):
                 layer.register_forward_hook(self._watch)
 
-    @property
-    def _is_due(self) -> bool:
-        return self._steps < FRESH or self._steps % REFRESH == 0
+    def _is_due(self, fresh: int) -> bool:
+        return self._steps < fresh or self._steps % REFRESH == 0
 
     def _watch(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if output.requires_grad and self._is_due:
+        if output.requires_grad and self._is_due(FRESH):
             output.register_hook(lambda gradient: self._average(layer, inputs[0].detach(), gradient))  # type: ignore[arg-type]
 
     @torch.no_grad()
@@ -69,7 +69,7 @@ class FOOF(SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Takes a step with the gradients of all layers replaced."""
-        if self._is_due:
+        if self._is_due(self._fresh_inverses):
             self._inverses = {layer: self._inverted(moments) for layer, moments in self._moments.items()}
         self._steps += 1
         changes: list[tuple[Tensor, Tensor]] = []

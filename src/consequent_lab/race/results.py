@@ -62,15 +62,26 @@ class Results:
         """Returns the finished trials in their order."""
         return sorted(self.of_kind("trial", contestant), key=lambda line: int(line["number"]))
 
+    def untried_decays(self, contestant: str) -> dict[int, float]:
+        """Returns those that the task gives and that no trial has had, by the number of their trial."""
+        tried = {line["number"] for line in self.trials(contestant)}
+        decays = enumerate(self.task.decays.get(contestant, ()))
+        return {number: decay for number, decay in decays if number not in tried}
+
     def finals(self, contestant: str) -> list[Line]:
-        """Returns the finals with the settings that were chosen, a seed each."""
-        return sorted(self.of_kind("final", contestant), key=lambda line: int(line["seed"]))
+        """Returns the finals with the settings that were chosen, a seed each; others had been chosen before."""
+        best = self.best(contestant)
+        finals = [
+            line for line in self.of_kind("final", contestant) if best is None or line["settings"] == best["settings"]
+        ]
+        return sorted(finals, key=lambda line: int(line["seed"]))
 
     def state(self, trials: int, seeds: int) -> str:
         """Returns how far the task is, where every contestant is to have so many trials and finals."""
         names: dict[str, list[str]] = {"done": [], "begun": [], "not begun": []}
         for name in self.task.contestants:
             is_searched = self.task.settings_from is not None or len(self.trials(name)) >= trials
+            is_searched = is_searched and not self.untried_decays(name)
             if is_searched and len(self.finals(name)) >= seeds:
                 names["done"].append(name)
             else:

@@ -64,6 +64,18 @@ def search(report: Report, conditions: Conditions, name: str, trials: Sequence[L
     return ""
 
 
+def decay_trial(report: Report, conditions: Conditions, name: str, settings: Settings, number: int) -> str:
+    """Runs a trial with a decay that the task gives, to its end, and reports it as a line."""
+    task, start = conditions.the_task(), time.perf_counter()
+    data = {seed: data_of(conditions, task.data_seed(seed), search=True) for seed in task.seeds_of_search}
+    steps = task.steps(min(len(one.train) for one in data.values()))
+    curve, kept = _trained(conditions, contestant_named(name), settings, data, steps, lambda curve: False)
+    ended = {"number": number, "state": "complete", "score": task.measure.score(curve, steps)}
+    seconds = time.perf_counter() - start
+    report(line_of(task, "trial", name, settings=settings, **ended, seconds=seconds, **kept))
+    return ""
+
+
 def final(report: Report, conditions: Conditions, name: str, settings: Settings, seed: int) -> str:
     """Runs a final and reports it as a line."""
     task, start = conditions.the_task(), time.perf_counter()
@@ -109,7 +121,8 @@ def race(
     """Runs what is missing of some contestants, in the order of work, and returns whether nothing is.
 
     Lines are kept in `results`; the settings of finals come from those that were `searched`: the same, or those of the
-    task whose search is taken over. So many workers are so many processes, but one stays in this process.
+    task whose search is taken over, then with the best of the decays that the task gives, if it does. So many workers
+    are so many processes, but one stays in this process.
 
     Raises:
         ValueError: if something failed, at the end of everything else.
@@ -123,14 +136,20 @@ def race(
         """Finals come before searches: a table of some contestants is worth more than many searches."""
         jobs = []
         for place, name in enumerate(names):
-            trials = results.trials(name)
+            trials, best = results.trials(name), searched.best(name)
             if results is searched and len(trials) < conditions.trials:
                 work = partial(search, conditions=conditions, name=name, trials=trials)
                 jobs.append(Job(f"{name}, search", work, (1, place)))
-            elif (best := searched.best(name)) is not None:
+            elif best is not None and (untried := results.untried_decays(name)):
+                for number, decay in untried.items():
+                    settings = {**best["settings"], "decay": decay}
+                    work = partial(decay_trial, conditions=conditions, name=name, settings=settings, number=number)
+                    jobs.append(Job(f"{name}, decay {decay}", work, (1, place, number)))
+            elif best is not None:
+                settings = (results.best(name) or best)["settings"]
                 there = {line["seed"] for line in results.finals(name)}
                 for seed in set(range(seeds)) - there:
-                    work = partial(final, conditions=conditions, name=name, settings=best["settings"], seed=seed)
+                    work = partial(final, conditions=conditions, name=name, settings=settings, seed=seed)
                     jobs.append(Job(f"{name}, seed {seed}", work, (0, place, seed)))
         return jobs
 

@@ -56,7 +56,7 @@ def perceptron(dataset: str, batch_size: int, settings_from: str | None) -> Task
         metric="accuracy",
         measure=MLP_MEASURE,
         reported=MLP_REPORTED,
-        contestants=(*ALL, "C-Nesterov-averaged", "C-Adam-averaged", "C-Muon"),
+        contestants=(*ALL, "FOOF-sparing", "C-Nesterov-averaged", "C-Adam-averaged", "C-Muon"),
         batch_size=batch_size,
         epochs=12,
         evaluations=48,
@@ -138,6 +138,7 @@ def resnet_in_20_epochs() -> Task:
         epochs=20,
         search_epochs=None,
         settings_from=task.name,
+        decays={"C-Nesterov": (5e-4, 1e-3, 2e-3), "Nesterov-BN": (1e-4, 2.5e-4, 5e-4, 1e-3)},
     )
 
 
@@ -151,6 +152,7 @@ def resnet_covered() -> Task:
         search_epochs=None,
         augment=crop_flip_and_cutout,
         settings_from=task.name,
+        decays={"C-Nesterov": (1e-3, 5e-4, 2.5e-4), "Nesterov-BN": (1e-4, 2.5e-4, 5e-4)},
     )
 
 

@@ -45,6 +45,22 @@ def test_foof_is_its_formula():
     torch.testing.assert_close(change, -LR * NESTEROV * expected)
 
 
+def test_sparing_foof_averages_as_the_other_and_inverts_at_every_tenth_step():
+    torch.manual_seed(0)
+    always, sparing = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+    optimizers = {always: FOOF(always, LR, 0.3), sparing: FOOF(sparing, LR, 0.3, sparing=True)}
+    for step in range(11):
+        inputs = torch.randn(SAMPLES, 3, dtype=torch.float64)
+        sparing.load_state_dict(always.state_dict())
+        for layer, optimizer in optimizers.items():
+            optimizer.zero_grad()
+            layer(inputs).square().sum(1).mean().backward()
+            optimizer.step()
+        inverses, kept = (optimizers[layer]._inverses[layer][0] for layer in (always, sparing))
+        assert torch.allclose(inverses, kept) == (step % 10 == 0)
+    torch.testing.assert_close(*(optimizers[layer]._moments[layer] for layer in (always, sparing)))
+
+
 def test_foof_is_the_averaged_mode_of_nesterov_once_the_first_batch_is_forgotten():
     """FOOF's average begins with the first batch alone; ours does so if it takes that for many."""
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ from consequent_lab.race import running
 from consequent_lab.race.contestants import CONTESTANTS
 from consequent_lab.race.files import read_arrays, write_arrays
 from consequent_lab.race.measures import Best, Final, TimeTo
-from consequent_lab.race.results import Results
+from consequent_lab.race.results import Results, line_of
 from consequent_lab.race.running import Conditions, race, search
 from consequent_lab.race.table import markdown_table, rows
 from consequent_lab.race.tasks import TASKS, task_named
@@ -135,6 +135,25 @@ def test_finals_alone_take_the_settings_of_another_search(tmp_path):
     assert race(conditions, ["SGD"], 2, 1, results, searched, lambda text: None)
     assert [line["kind"] for line in results.lines] == ["final", "final"]
     assert results.lines[0]["settings"] == searched.best("SGD")["settings"]
+
+
+def test_of_the_decays_that_a_task_gives_the_best_on_samples_held_out_is_taken(tmp_path):
+    base = Conditions("resnet20-cifar10", tiny=True, trials=1)
+    searched = Results.of(base.the_task(), tmp_path)
+    race(base, ["Nesterov-BN"], 1, 1, searched, searched, lambda text: None)
+    found = searched.best("Nesterov-BN")["settings"]
+    conditions = Conditions("resnet20-cifar10-20ep", tiny=True)
+    task = conditions.the_task()
+    results = Results.of(task, tmp_path)
+    results.add(line_of(task, "final", "Nesterov-BN", settings={**found, "decay": 0.5}, seed=0))  # chosen before
+    assert race(conditions, ["Nesterov-BN"], 2, 1, results, searched, lambda text: None)
+    trials = results.trials("Nesterov-BN")
+    assert [line["settings"] for line in trials] == [{**found, "decay": decay} for decay in task.decays["Nesterov-BN"]]
+    assert {line["state"] for line in trials} == {"complete"}
+    held_out = [line["curve"]["test_accuracy"][-1] for line in trials]
+    best = trials[held_out.index(max(held_out))]["settings"]
+    assert [(line["seed"], line["settings"]) for line in results.finals("Nesterov-BN")] == [(0, best), (1, best)]
+    assert "then the best decay of some on samples held out" in markdown_table(results)
 
 
 def test_images_come_back_as_they_were(tmp_path):
