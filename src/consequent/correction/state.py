@@ -65,7 +65,7 @@ def load(state: dict[str, Any], correction: "Consequentialism", parts: Parts) ->
         )
     if damping is not None:
         parts.groups.change_default(damping)
-    correction.bound = bound
+    parts.rewriter.bound = bound  # also where it does nothing: earlier versions took any
     correction.largest_block = largest_block
     parts.reports.restore(counters)
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import SGD
 
 from consequent.layers import joint_of, kind_of
 from consequent.options.loss_divisor import named
 from consequent.options.parameter_groups import Groups
+from consequent.options.settings import why_unbounded
 from consequent.reports.reports import REMEDY
 from consequent.statistics.average import WIDEST
 from consequent.statistics.averages import Averages
@@ -188,13 +188,9 @@ def _trained(layer: nn.Module, groups: Groups) -> list[Tensor]:
 
 def _why_unbounded(correction: "Consequentialism") -> str | None:
     """Why the bound does nothing, where it does nothing."""
-    optimizer = correction.optimizer
-    if correction.at == "backward":
-        return 'with at="backward", where the step is not known yet'
-    if len(correction.optimizers) > 1:
-        return "with several optimisers: when the first of them steps, what the others will apply is not known"
-    if optimizer is not None and not isinstance(optimizer, SGD):
-        return f"under {type(optimizer).__name__}, whose steps may have a length of their own: it is for SGD alone"
+    why = why_unbounded(correction.at, correction.optimizers)
+    if why is not None:
+        return why
     trained = [layer for layer in correction.corrected.values() if any(p.requires_grad for p in layer.parameters())]
     if len({weight for layer in trained for weight in _weights_of(layer)}) < 2:
         return "where one weight alone is corrected, which lands where it should"
