@@ -86,12 +86,19 @@ torch.manual_seed(0)
 SEQUENCES, LABELS = torch.randint(0, 7, (4, 6)), torch.randint(0, 5, (4, 6))
 
 
+SOME_TOKENS = rf"over all positions.* {int((LABELS != 1).sum()) / 4:g} times too short"
+
+
 def cross_entropy(outputs, **options):
     return functional.cross_entropy(outputs.mT, LABELS, **options)
 
 
 IMPLAUSIBLE = {
-    "sequence first": (LastStep, lambda m: m(torch.randn(9, 4, 3)).square().mean(), r"9 samples.*\[4, 2\]"),
+    "sequence first": (
+        LastStep,
+        lambda m: m(torch.randn(9, 4, 3)).square().mean(),
+        r"9 samples.*\[4, 2\].* 2\.25 times too long",
+    ),
     "edges first": (
         Graph,
         lambda m: m(torch.randint(0, 5, (2, 8)), torch.randn(5, 3)).square().mean(),
@@ -105,19 +112,19 @@ IMPLAUSIBLE = {
     "the tokens of one sequence": (
         Tokens,
         lambda m: functional.cross_entropy(m(SEQUENCES[:1]).mT, LABELS[:1]),
-        r"1 sample,.*over all positions .* of the outputs \[1, 6, 5\]",
+        r"1 sample,.*over all positions .* of the outputs \[1, 6, 5\].* 6 times too short",
     ),
     "flattened tokens": (
         lambda: Tokens(lambda z: z.flatten(0, 1)),
         lambda m: functional.cross_entropy(m(SEQUENCES), LABELS.flatten()),
-        r"4 samples.*\[24, 5\]",
+        r"4 samples.*\[24, 5\]: if it is one over these 24, steps are 6 times too short",
     ),
     "tokens": (
         Tokens,
         lambda m: cross_entropy(m(SEQUENCES)),
-        r'over all positions .* of the outputs \[4, 6, 5\].*"tokens"',
+        r'over all positions .* of the outputs \[4, 6, 5\].* 6 times too short.*"tokens"',
     ),
-    "some tokens": (Tokens, lambda m: cross_entropy(m(SEQUENCES), ignore_index=1), r"over all positions"),
+    "some tokens": (Tokens, lambda m: cross_entropy(m(SEQUENCES), ignore_index=1), SOME_TOKENS),
     "logits": (
         lambda: Tokens(lambda z: {"loss": z.sum(), "logits": z}),
         lambda m: cross_entropy(m(SEQUENCES)["logits"]),
@@ -131,7 +138,7 @@ IMPLAUSIBLE = {
     "pixels": (
         lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 5, 1)),
         lambda m: functional.cross_entropy(m(torch.randn(4, 1, 6, 6)), torch.randint(0, 5, (4, 6, 6))),
-        r"over all positions .* \[4, 5, 6, 6\]",
+        r"over all positions .* \[4, 5, 6, 6\].* 36 times too short",
     ),
 }
 
@@ -205,7 +212,10 @@ def dense(outputs):
 
 
 INPUTS, TARGETS = torch.linspace(-1, 1, 30).view(5, 6), torch.linspace(0, 1, 20).view(5, 4)
-ELEMENTS = r"over 5 samples.*; but it is one over all elements of the outputs \[5, 4\].*loss_reduction=criterion"
+ELEMENTS = (
+    r"over 5 samples.*; but it is one over all elements of the outputs \[5, 4\], and steps are 4 times too short.*, of "
+    r"squares without a ½ 2 times: say loss_reduction=criterion"
+)
 MEANS_OVER_ELEMENTS = {
     "mse": lambda model: functional.mse_loss(model(INPUTS), TARGETS),
     "module": lambda model: nn.MSELoss()(model(INPUTS), TARGETS),
@@ -437,6 +447,7 @@ ALL_COUNT = {
 def test_labels_that_are_ignored_or_left_out_are_told_of_once(name, at):
     (message,) = warnings_of(dense(4), lambda model: FEWER[name](model(INPUTS)), at=at)
     assert re.search(r"mean over 5 samples.*; but it is one over 3 of them only.*loss_reduction=criterion", message)
+    assert "steps are 1.67 times too long" in message
     assert warnings_of(dense(4), lambda model: FEWER[name](model(INPUTS)), at=at, loss_reduction=3) == []
 
 
@@ -459,6 +470,7 @@ def test_tokens_that_are_ignored_are_told_of(flat):
 
     (message,) = warnings_of(Tokens(), loss_of, loss_reduction="tokens")
     assert re.search(r"all 24 positions of the outputs \[4, 6, 5\]; but it is one over 16 of them only", message)
+    assert "steps are 1.5 times too long" in message
     assert "loss_reduction=criterion" in message
     assert warnings_of(Tokens(), lambda m: loss_of(m, LABELS), loss_reduction="tokens") == []
     for some in (LABELS[:, -1:], LABELS[:1, -2:]):  # where the next token is the label the last has none; and a few
