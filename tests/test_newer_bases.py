@@ -141,7 +141,8 @@ def test_the_bound_leaves_them_alone(make, bounded):
     for bound in (1e-6, None):
         model = make_model()
         optimizers = make(model, 0.03)
-        correction = consequent.attach(optimizers, model, bound=bound)
+        correction = consequent.attach(optimizers, model)
+        correction.load_state_dict({**correction.state_dict(), "bound": bound})
         train(model, optimizers, range(3))
         assert correction.counters.bounded == 0
         assert (bound is None) or "bound: off" in repr(correction)

@@ -91,9 +91,11 @@ class _Consequentialist(Optimizer):
                 f"{type(model).__name__} holds its own {type(self).__name__}: they cannot be copied or pickled. "
                 "Keep the optimiser outside of the model, or save both by their state_dict()."
             )
-        self.correction = Consequentialism(model, self._damping, **self._options).attach(self)
-        if correction_state is not None:  # pickles of earlier versions have none
-            self.correction.load_state_dict(correction_state)
+        options = {**self._options, "bound": BOUND}  # the state has its own, which may do nothing
+        self.correction = Consequentialism(model, self._damping, **options).attach(self)
+        if correction_state is None:  # in pickles of earlier versions
+            correction_state = {**self.correction.state_dict(), "bound": self._options.get("bound", BOUND)}
+        self.correction.load_state_dict(correction_state)
         if not is_attached:
             self.correction.detach()
 

@@ -183,6 +183,50 @@ def test_what_is_no_bound_is_refused(bad, error):
         correction.bound = bad
 
 
+def sgd_and_adam(model):
+    return [torch.optim.SGD(model[0].parameters()), torch.optim.Adam(model[1].parameters())]
+
+
+IN_VAIN = {
+    "under Adam": (lambda model: torch.optim.Adam(model.parameters()), {}),
+    "with several optimisers": (sgd_and_adam, {}),
+    'with at="backward"': (lambda model: torch.optim.SGD(model.parameters()), {"at": "backward"}),
+}
+
+
+@pytest.mark.parametrize("where", IN_VAIN)
+def test_one_that_would_do_nothing_is_refused(where):
+    make, options = IN_VAIN[where]
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = make(model)
+    refused = pytest.raises(ValueError, match=rf"bound=0\.5 would do nothing {where}.*Leave bound= out")
+    with refused:
+        consequent.attach(optimizer, model, bound=0.5, **options)
+    for bound in (DEFAULT, None):
+        correction = consequent.attach(optimizer, model, bound=bound, **options)
+        with refused:
+            correction.bound = 0.5
+        assert correction.bound == bound
+        correction.bound = DEFAULT
+        correction.load_state_dict({**correction.state_dict(), "bound": 0.5})  # as one of SGD, or of earlier versions
+        assert "bound: off" in repr(correction)
+        correction.detach()
+
+
+@pytest.mark.parametrize("kept", ["state", "options"])
+def test_copies_and_earlier_pickles_that_have_such_a_one_are_loaded(kept):
+    """Those of earlier versions had no state of the correction."""
+    for make in (consequent.CSGD, consequent.CAdam):
+        optimizer = make(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+        optimizer.correction.load_state_dict({**optimizer.correction.state_dict(), "bound": 0.5})
+        state = optimizer.__getstate__()
+        if kept == "options":
+            del state["correction_state"]
+        copied = make.__new__(make)
+        copied.__setstate__(state)
+        assert copied.correction.bound == 0.5
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("rate", [1.0, 10.0])
 def test_a_rate_far_too_high_ends_in_a_slow_run(rate, momentum):

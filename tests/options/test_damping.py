@@ -223,6 +223,31 @@ def test_the_default_is_that_of_the_optimiser_that_steps():
     assert {correction._groups.damping_of(layer.weight).value for layer in model} == {0.3}
 
 
+def rows_of(correction):
+    """What is printed of each corrected layer."""
+    lines = repr(correction).splitlines()[2 : 2 + len(correction.corrected)]
+    return dict(line.split(maxsplit=1) for line in lines)
+
+
+def test_of_several_dampings_it_is_printed_which_layer_has_which():
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 2), "rnn": nn.GRU(3, 4, num_layers=2)})
+    model["b"].weight.requires_grad_(False)  # its bias's damping counts
+    inner = [parameter for name, parameter in model["rnn"].named_parameters() if name.endswith("l0")]
+    outer = [parameter for name, parameter in model["rnn"].named_parameters() if name.endswith("l1")]
+    first = SGD([{"params": model["a"].parameters()}, {"params": inner, "damping": 0.4}], lr=0.1)
+    second = Adam([model["b"].bias, *outer])
+    correction = consequent.attach([first, second], model)
+    rows = rows_of(correction)
+    assert rows["a"].endswith(", relative_damping=0.1")
+    assert rows["b"].endswith(": the weight is frozen, relative_damping=1")
+    assert rows["rnn"].endswith(", damping=0.4 and relative_damping=1")
+    first.param_groups[0]["damping"] = -1
+    assert "unusable" in repr(correction)
+    first.param_groups[0]["damping"] = second.param_groups[0]["damping"] = 0.4
+    assert "Consequentialism(damping=0.4, " in repr(correction)
+    assert not any("damping" in row for row in rows_of(correction).values())
+
+
 @pytest.mark.parametrize("make", [RMSprop, torch.optim.NAdam, torch.optim.Adagrad])
 def test_all_but_sgd_have_the_other_default(make):
     model = nn.Linear(3, 2)

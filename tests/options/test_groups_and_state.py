@@ -269,6 +269,11 @@ def test_without_its_optimiser_a_correction_has_the_damping_it_had():
     assert "relative_damping=1" in repr(correction)
 
 
+def test_what_is_no_state_at_all_is_refused_by_its_type():
+    with pytest.raises(TypeError, match="expected a state dict of Consequentialism, got NoneType"):
+        consequent.Consequentialism(nn.Linear(3, 2)).load_state_dict(None)
+
+
 @pytest.mark.parametrize(
     ("saved", "options", "words"),
     [

@@ -151,7 +151,7 @@ def test_patterns_may_come_from_any_iterable(kind):
         ("body.1.", r"did you mean 'body\.[012]'"),
         ("nothing like it", r"matches no module of the model; there are \['"),
         (re.compile("^x"), "matches no module of the model"),
-        (nn.Conv3d, "Conv3d.*matches no module of the model"),
+        (nn.Conv3d, r"Conv3d.*matches no module of the model; there are \['BatchNorm2d', 'Conv2d', "),
     ],
     ids=["typo", "close", "far", "regex", "type"],
 )

@@ -55,8 +55,9 @@ def _look_at_logits(entry: Entry, grad: Tensor) -> None:
     for vectors in (grad.detach().float(), grad.detach().float().movedim(1, -1)):
         is_of_softmax = vectors.sum(-1).abs().max() < 0.01 * vectors.abs().max()
         is_mean = vectors.clamp(min=0).sum() < 1.01
-        counts_positions = (vectors != 0).any(-1).sum() > entry.samples
-        entry.has_mean_over_positions |= bool(is_of_softmax & is_mean & counts_positions)
+        positions = (vectors != 0).any(-1).sum()
+        if is_of_softmax & is_mean & (positions > entry.samples):
+            entry.positions = int(positions)
 
 
 def _look_at_reduction(entry: Entry, grad: Tensor) -> None:

@@ -28,7 +28,7 @@ class Entry:
         builds_graph: whether the call builds autograd's graph.
         nodes: weak references to a few of the graph's nodes that came about in it.
         input_shape: of the first tensor that entered; None where a layer was called by itself or it has none.
-        has_mean_over_positions: whether the gradient of the outputs is that of one, as far as was looked.
+        positions: of how many of the outputs' positions the loss is a mean, where their gradient is that of one.
         has_mean_over_elements: whether the outputs went into a loss that is a mean over all of their elements.
         has_sum: whether the loss is a sum over samples, by its graph.
         has_scaled_sum: whether it is a multiple of one, by a number that is not known.
@@ -46,7 +46,7 @@ class Entry:
     builds_graph: bool = field(default_factory=torch.is_grad_enabled)
     nodes: "list[weakref.ref[Any]]" = field(default_factory=list)
     input_shape: tuple[int, ...] | None = None
-    has_mean_over_positions: bool = False
+    positions: int | None = None
     has_mean_over_elements: bool = False
     has_sum: bool = False
     has_scaled_sum: bool = False

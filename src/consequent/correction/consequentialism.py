@@ -38,6 +38,7 @@ from consequent.options.settings import (
     check_loss_reduction,
     check_what_needs_the_step,
     refuse_averaged_blocks,
+    refuse_bound_in_vain,
     refuse_shared_blocks,
 )
 from consequent.ranks.traffic import Traffic
@@ -86,8 +87,8 @@ class Consequentialism:
         bound: by what fraction of their size one step may change a layer's outputs on its own mini-batch, so that too
             high a learning rate ends in a slow run and not in NaN. For :class:`torch.optim.SGD`, whose steps are
             proportional to the gradient, with ``at="step"``, and where more than one layer is corrected; others are
-            left alone, and so are several optimisers that are attached together. What it shortens is counted
-            (``counters.bounded``). None: no bound, as in the paper.
+            left alone, and so are several optimisers that are attached together: a bound of your own is refused there.
+            What it shortens is counted (``counters.bounded``). None: no bound, as in the paper.
         check: raise on NaN, inf or a failed factorisation instead of counting it. On a GPU this waits for the device.
         foresight: keep what :meth:`foresight` needs. Costs memory and time.
         process_group: the ranks that train this model together, whose inputs are all taken into account. None: those
@@ -198,6 +199,7 @@ class Consequentialism:
             raise RuntimeError("this Consequentialism was detached for good; make a new one with consequent.attach()")
         if self.optimizer is not None:
             raise RuntimeError(f"already attached to {names_of(self.optimizers)}; detach() first")
+        refuse_bound_in_vain(self.bound, self.at, optimizers)
         mine = self._territory.checked(optimizers, foresight=self.keeps_foresight)
         for group in [group for one in optimizers for group in one.param_groups]:
             damping_in(group)  # raises now, not at the first step
@@ -351,6 +353,7 @@ class Consequentialism:
     @bound.setter
     def bound(self, bound: float | None) -> None:
         check_bound(bound)
+        refuse_bound_in_vain(bound, self.at, self.optimizers)
         self._rewriter.bound = bound
 
     @property

@@ -1,6 +1,7 @@
 """What of a correction is saved and loaded: settings, counters and averaged moments."""
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,8 @@ def state_of(correction: "Consequentialism", parts: Parts) -> dict[str, Any]:
 
 def load(state: dict[str, Any], correction: "Consequentialism", parts: Parts) -> None:
     """Take a state dict over; nothing is changed where it is none."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"expected a state dict of Consequentialism, got {type(state).__name__}")
     missing = {"damping", "relative_damping", "loss_reduction", "counters"} - set(state)
     if missing:
         raise ValueError(f"not a state dict of Consequentialism: {sorted(missing)} missing")
@@ -65,7 +68,7 @@ def load(state: dict[str, Any], correction: "Consequentialism", parts: Parts) ->
         )
     if damping is not None:
         parts.groups.change_default(damping)
-    correction.bound = bound
+    parts.rewriter.bound = bound  # also where it does nothing: earlier versions took any
     correction.largest_block = largest_block
     parts.reports.restore(counters)
 

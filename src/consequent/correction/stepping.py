@@ -102,7 +102,7 @@ class Stepping:
     def _correct_or_withhold(self) -> None:
         self._notice()
         if self._at == "backward":
-            self._rewriter.warn_of_misbehaving()
+            self._rewriter.list_unsolved()
             return
         refuse_step_in_backward(self._corrector)
         if self.has_work:

@@ -24,6 +24,7 @@ from consequent.maths.damping import Damping
 from consequent.options.parameter_groups import Groups
 from consequent.options.settings import LossReduction, loss_divisor
 from consequent.ranks.exchange import Exchange
+from consequent.ranks.process_group import several_are_running
 from consequent.ranks.sharded_tensors import is_sharded, local
 from consequent.ranks.shards import hand_over, own_part
 from consequent.reports.errors import LinAlgError
@@ -40,6 +41,11 @@ from consequent.statistics.solution import Solution
 
 # Each work goes to the first engine that takes it.
 ENGINES: tuple[type[Engine], ...] = (ByKernels, ByInverses, ByGroups, Grouped, Unwatched, Plain)
+
+_UNCAPTURED = (
+    "its weight got a gradient, and from no call of the layer that can be seen: a function or a copy uses the weight, "
+    "or the layer is called inside of torch.func (vmap, grad)"
+)
 
 
 class Rewriter:
@@ -284,15 +290,32 @@ class Rewriter:
         Args:
             records: of all gradients that do.
         """
-        for name in uncaptured_layers(records, self._capture, self._corrector, self._groups.owns):
-            self.uncaptured[name] = "its weight got a gradient without the layer being called"
-            self._reports.left_plain(name, self.uncaptured[name])
+        self._leave_plain_but({id(record.weight) for record in records})
         if self.uncaptured:
             for record in records:
                 self.uncaptured.pop(self._name(record), None)
-        self.warn_of_misbehaving()
+        self._warn_of_misbehaving()
 
-    def warn_of_misbehaving(self) -> None:
+    def list_unsolved(self) -> None:
+        """The same where backward passes have solved for the gradients; at the first step.
+
+        On several ranks a gradient may be that of the others, who have called the layer.
+        """
+        if self._steps == 0 and not graph_is_being_captured() and not several_are_running():
+            solved = [self._capture.layers[name] for name in self.sides if name in self._capture.layers]
+            self._leave_plain_but({id(unit[0]) for layer in solved for unit in self._capture.units_of(layer)})
+        for name in self.sides if self.uncaptured else ():
+            self.uncaptured.pop(name, None)
+        self._steps += 1
+        self._warn_of_misbehaving()
+
+    def _leave_plain_but(self, solved: set[int]) -> None:
+        """Note and tell of layers that have a gradient, and whose weight's id is not among these."""
+        for name in uncaptured_layers(solved, self._capture, self._corrector, self._groups.owns):
+            self.uncaptured[name] = _UNCAPTURED
+            self._reports.left_plain(name, _UNCAPTURED)
+
+    def _warn_of_misbehaving(self) -> None:
         """Tell of layers that keep their plain gradient although they were to be corrected."""
         for layer, reason in self._capture.misbehaving.items():
             if layer in self._capture.names:

@@ -202,6 +202,8 @@ def _matches(patterns: Patterns, named: dict[str, nn.Module], argument: str) -> 
         if not found:
             close = difflib.get_close_matches(str(pattern), named, n=3) if isinstance(pattern, str) else []
             names = [name for name in named if name]
+            if isinstance(pattern, type):
+                names = sorted({type(module).__name__ for module in named.values()})
             hint = f"there are {names[:8]}" + (" …" if len(names) > 8 else "")
             if close:
                 hint = f"did you mean {' or '.join(map(repr, close))}?"

@@ -2,11 +2,13 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import nn
+from torch.optim import SGD, Optimizer
 
+from consequent.maths.bound import DEFAULT as BOUND
 from consequent.maths.checks import check_nonnegative, check_positive
 from consequent.options.criteria import check_criterion, is_loss_function
 from consequent.options.selection import Patterns
@@ -84,6 +86,28 @@ def check_bound(bound: float | None) -> None:
     """Raise unless it is a fraction of the outputs' size, or None: no bound."""
     if bound is not None:
         check_positive("bound", bound, "0.2 is usual, None is no bound")
+
+
+def why_unbounded(at: str, optimizers: Sequence[Optimizer]) -> str | None:
+    """Why no bound does anything for these optimisers, where none does."""
+    if at == "backward":
+        return 'with at="backward", where the step is not known yet'
+    if len(optimizers) > 1:
+        return "with several optimisers: when the first of them steps, what the others will apply is not known"
+    for optimizer in optimizers:
+        if not isinstance(optimizer, SGD):
+            return f"under {type(optimizer).__name__}, whose steps may have a length of their own: it is for SGD alone"
+    return None
+
+
+def refuse_bound_in_vain(bound: float | None, at: str, optimizers: Sequence[Optimizer]) -> None:
+    """Raise if a bound was chosen that does nothing for these optimisers; the default is no choice."""
+    why = why_unbounded(at, optimizers)
+    if why is not None and bound not in (None, BOUND):
+        raise ValueError(
+            f"bound={bound!r} would do nothing {why}. Leave bound= out, or say bound=None; a lower learning rate makes "
+            "any optimiser's steps shorter"
+        )
 
 
 def refuse_averaged_blocks(largest_block: int | None, averages: "Averages") -> None:

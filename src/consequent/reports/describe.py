@@ -1,16 +1,16 @@
 """What ``repr(correction)`` shows: which layers are corrected and how, which are not and why."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import SGD
 
 from consequent.layers import joint_of, kind_of
 from consequent.options.loss_divisor import named
 from consequent.options.parameter_groups import Groups
+from consequent.options.settings import why_unbounded
 from consequent.reports.reports import REMEDY
 from consequent.statistics.average import WIDEST
 from consequent.statistics.averages import Averages
@@ -45,6 +45,7 @@ def describe(
     corrected, plain = correction.corrected, correction.plain
     rows = {name: _how(layer, groups, sides.get(name, "")) for name, layer in corrected.items()}
     not_averaged = _not_averaged(corrected, sides, averages)
+    rows |= {name: f"{rows[name]}, {dampings}" for name, dampings in _dampings(corrected, groups).items()}
     rows |= {name: f"{rows[name]}; not averaged" for name in not_averaged}
     width = max(len(_shown(name)) for name in (*corrected, *plain))
     lines = [_heading(correction, groups), f"  corrected ({len(corrected)}):"]
@@ -62,6 +63,17 @@ def _not_averaged(corrected: Mapping[str, nn.Module], sides: Mapping[str, str], 
         return []
     solved = {name: _weights_of(layer) for name, layer in corrected.items() if name in sides}
     return [name for name, weights in solved.items() if not any(map(averages.is_averaged, weights))]
+
+
+def _dampings(corrected: Mapping[str, nn.Module], groups: Groups) -> dict[str, str]:
+    """λ of each layer, where it is not the same for all; none where a group's is unusable, as the heading says."""
+    try:
+        if len(groups.dampings()) == 1:
+            return {}
+        of = {name: map(groups.damping_of, _trained(layer, groups)) for name, layer in corrected.items()}
+        return {name: " and ".join(dict.fromkeys(map(str, dampings))) for name, dampings in of.items()}
+    except (TypeError, ValueError):
+        return {}
 
 
 def _shown(name: str) -> str:
@@ -157,21 +169,28 @@ def _parameters_besides(layer: nn.Module) -> list[str]:
     return [name for name, p in parts if p is not None and p not in solved]
 
 
+def _units_of(layer: nn.Module) -> list[Sequence[Any]]:
+    """The parameters of a layer that are solved for together, for each of its solves."""
+    joint = joint_of(layer)
+    return [(layer.weight, getattr(layer, "bias", None))] if joint is None else list(joint.parameters(layer))
+
+
 def _weights_of(layer: nn.Module) -> list[Any]:
     """What the solves of a layer are known by."""
-    joint = joint_of(layer)
-    return [layer.weight] if joint is None else [unit[0] for unit in joint.parameters(layer)]
+    return [unit[0] for unit in _units_of(layer)]
+
+
+def _trained(layer: nn.Module, groups: Groups) -> list[Tensor]:
+    """Of each solve of a layer the first parameter that is trained, whose damping counts."""
+    trained = [[p for p in unit if p is not None and p.requires_grad and groups.owns(p)] for unit in _units_of(layer)]
+    return [unit[0] for unit in trained if unit]
 
 
 def _why_unbounded(correction: "Consequentialism") -> str | None:
     """Why the bound does nothing, where it does nothing."""
-    optimizer = correction.optimizer
-    if correction.at == "backward":
-        return 'with at="backward", where the step is not known yet'
-    if len(correction.optimizers) > 1:
-        return "with several optimisers: when the first of them steps, what the others will apply is not known"
-    if optimizer is not None and not isinstance(optimizer, SGD):
-        return f"under {type(optimizer).__name__}, whose steps may have a length of their own: it is for SGD alone"
+    why = why_unbounded(correction.at, correction.optimizers)
+    if why is not None:
+        return why
     trained = [layer for layer in correction.corrected.values() if any(p.requires_grad for p in layer.parameters())]
     if len({weight for layer in trained for weight in _weights_of(layer)}) < 2:
         return "where one weight alone is corrected, which lands where it should"

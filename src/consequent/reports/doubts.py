@@ -14,9 +14,8 @@ _REMEDY = (
 )
 _NOT_ADAM = "(not those of Adam, which have a length of their own)"
 _LEFT_OUT = (
-    f"the other labels are ignored or left out, and steps are that much too long {_NOT_ADAM}. Say "
-    "loss_reduction=criterion, the loss module that you call (nn.CrossEntropyLoss()), which counts at every step, or "
-    "give the divisor: a number, or lambda samples: …"
+    "Say loss_reduction=criterion, the loss module that you call (nn.CrossEntropyLoss()), which counts at every step, "
+    "or give the divisor: a number, or lambda samples: …"
 )
 
 
@@ -54,21 +53,24 @@ def _doubt_about_samples(entry: Entry, *, is_scaled: bool) -> str | None:
             f'{_NOT_ADAM}: say loss_reduction="sum", or loss_reduction=criterion, the loss module that you call'
         )
     if outputs[0] != entry.samples and not entry.is_counted_by_layer:
-        return f"{counted}; but the outputs have shape {list(outputs)}. {_REMEDY}"
-    if entry.has_mean_over_positions:
+        if_over_these = f": if it is one over these {outputs[0]}, {_wrong_by(entry.samples, outputs[0])}"
+        return f"{counted}; but the outputs have shape {list(outputs)}{if_over_these if outputs[0] else ''}. {_REMEDY}"
+    if entry.positions is not None:
         return (
             f"{counted}; but it is one over all positions (tokens, time steps, pixels) of the outputs {list(outputs)}, "
-            f"by its gradient, and steps are that much too short {_NOT_ADAM}: say loss_reduction=criterion, the loss "
+            f"by its gradient, and {_wrong_by(entry.samples, entry.positions)}: say loss_reduction=criterion, the loss "
             'module that you call, or loss_reduction="tokens" where classes are last and no targets are ignored'
         )
     if entry.has_mean_over_elements:
+        elements = math.prod(outputs)
         return (
-            f"{counted}; but it is one over all elements of the outputs {list(outputs)}, and steps are that much too "
-            f"short {_NOT_ADAM}: say loss_reduction=criterion, the loss module that you call, "
-            '"mse" for F.mse_loss and for squares by hand, or the function, as loss_reduction=F.huber_loss'
+            f"{counted}; but it is one over all elements of the outputs {list(outputs)}, and "
+            f"{_wrong_by(entry.samples, elements)}, of squares without a ½ {elements / entry.samples / 2:.3g} times: "
+            'say loss_reduction=criterion, the loss module that you call, "mse" for F.mse_loss and for squares by '
+            "hand, or the function, as loss_reduction=F.huber_loss"
         )
     if entry.counted is not None:
-        return f"{counted}; but it is one over {entry.counted} of them only: {_LEFT_OUT}"
+        return f"{counted}; but it is one over {_few(entry.counted, entry.samples)}"
     return None
 
 
@@ -79,8 +81,19 @@ def _doubt_about_positions(entry: Entry) -> str | None:
     positions = math.prod(entry.output_shape[:-1])
     return (
         f"the loss is taken for a mean over all {positions} positions of the outputs {list(entry.output_shape)}; but "
-        f"it is one over {entry.counted} of them only: {_LEFT_OUT}"
+        f"it is one over {_few(entry.counted, positions)}"
     )
+
+
+def _few(counted: int, taken: int) -> str:
+    """What is said of labels of which not all count."""
+    return f"{counted} of them only: the others are ignored or left out, and {_wrong_by(taken, counted)}. {_LEFT_OUT}"
+
+
+def _wrong_by(taken: int, counted: int) -> str:
+    """How long the steps are if the loss is taken for a mean over so many, and is one over so many others."""
+    factor, how = (counted / taken, "short") if counted > taken else (taken / counted, "long")
+    return f"steps are {factor:.3g} times too {how} {_NOT_ADAM}"
 
 
 def _counted(samples: int) -> str:

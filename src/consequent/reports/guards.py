@@ -183,13 +183,19 @@ def refuse_uncaptured(
 
 
 def uncaptured_layers(
-    records: Iterable[Record], capture: Capture, corrector: StepCorrector, owns: Callable[[Tensor], bool]
+    solved: Container[int], capture: Capture, corrector: StepCorrector, owns: Callable[[Tensor], bool]
 ) -> Iterator[str]:
-    """Names of layers whose weight got a gradient although none of their own products was reached."""
-    seen = {id(record.weight) for record in records}
+    """Names of layers whose weight got a gradient although none of their own products was reached.
+
+    Args:
+        solved: the ids of weights of which one was.
+        capture: the layers.
+        corrector: their records.
+        owns: whether the optimiser holds a parameter.
+    """
     for name, layer in capture.layers.items():
         for weight in [unit[0] for unit in capture.units_of(layer)]:
-            if id(weight) in seen or layer in capture.misbehaving or not owns(weight) or weight.grad is None:
+            if id(weight) in solved or layer in capture.misbehaving or not owns(weight) or weight.grad is None:
                 continue
             record = corrector.records.get(weight)
             if (record is None or not record.was_corrected(weight)) and has_gradient(weight):
