@@ -58,12 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say_what_is_missing(missing)
     import tyro
 
+    from consequent_lab.words_first import words_first
+
     try:
+        known = commands()
+        name, rest = arguments[:1], [_as_spelt_here(argument) for argument in arguments[1:]]
         command = tyro.extras.subcommand_cli_from_dict(
-            commands(),
+            known,
             prog="consequent",
             description="Consequentialist optimisers: experiments and measurements.",
-            args=[_as_spelt_here(argument) for argument in arguments],
+            args=[*name, *(words_first(known[name[0]], rest) if name and name[0] in known else rest)],
         )
         command.run()
     except ModuleNotFoundError as error:
