@@ -14,6 +14,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#\s]*)(?:#[^)\s]*)?\)")
+RANGE = re.compile(r" (\([^<>() ]+–[^<>() ]+\)|\(× [\d.]+\))</td>")  # "375 (344–406)", "0.0163 (× 1.08)"
+SECOND = re.compile(r" (/ [\d.–]+)</td>")  # "5.1 (3.94) / 0.688"
 COPIES = "repository"
 
 
@@ -51,8 +53,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:
-    """Leads the notebook's links to pages."""
-    return _to_built_pages(html) if page.file.src_uri.endswith(".ipynb") else html
+    """Leads the notebook's links to pages; in tables a range goes below its value."""
+    if page.file.src_uri.endswith(".ipynb"):
+        return _to_built_pages(html)
+    html = RANGE.sub(lambda end: f' <span class="range">{end[1].replace("–", "–<wbr>")}</span></td>', html)
+    return SECOND.sub(r' <span class="second">\1</span></td>', html)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
