@@ -8,17 +8,18 @@ from typing import Any, get_args, get_origin
 def words_first(command: Any, arguments: Sequence[str]) -> list[str]:
     """Returns a command's arguments with the words before the options: tyro takes one stretch of words only.
 
-    An option that takes any number of values has all words behind it.
+    An option that takes any number of values, or is not known, has all words behind it.
 
     >>> from consequent_lab.race_command import Race
     >>> words_first(Race, ["times", "--device", "cpu", "digits", "--tiny", "--images", "9", "1", "gpt"])
     ['times', 'digits', 'gpt', '--device', 'cpu', '--tiny', '--images', '9', '1']
     """
-    takes = {f"--{field.name.replace('_', '-')}": _values_of(field.type) for field in fields(command)}
+    takes = {field.name.replace("_", "-"): _values_of(field.type) for field in fields(command)}
     words, options, left = [], [], 0.0
     for argument in arguments:
         if argument.startswith("--"):
-            left = 0 if "=" in argument else takes.get(argument.replace("_", "-"), 0)
+            name = argument.replace("_", "-").removeprefix("--")
+            left = 0 if "=" in name else takes.get(name, takes.get(name.removeprefix("no-"), float("inf")))
             options.append(argument)
         elif left > 0:
             left -= 1
