@@ -44,7 +44,7 @@ class KeptRun:
     @property
     def state(self) -> str:
         """How it ended, or that it has not."""
-        return str(self.outcome["outcome"]) if self.is_finished else "running"
+        return str(self.outcome["outcome"])
 
     @property
     def iterations(self) -> int:

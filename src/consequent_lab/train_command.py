@@ -63,9 +63,10 @@ class Train(TrainConfig):
         if self.lr is None:
             object.__setattr__(self, "lr", FIRST_RATES[self.optimiser])
         super().__post_init__()
-        if self.search_damping and not self.consequentialist:
-            raise ValueError("--search-damping is for the C- versions, and --no-consequentialist is a plain one")
-        if self.search_damping and (self.damping is not None or self.relative_damping is not None):
+        is_damped = self.damping is not None or self.relative_damping is not None
+        if not self.consequentialist and (self.search_damping or is_damped):
+            raise ValueError("a damping is for the C- versions, and --no-consequentialist is a plain one")
+        if self.search_damping and is_damped:
             raise ValueError("--search-damping finds the relative damping: give no other damping beside it")
         if self.data is not None and is_own(self.data) and self.dataset != "digits":
             raise ValueError(

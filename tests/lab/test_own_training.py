@@ -355,3 +355,9 @@ def test_every_optimiser_has_a_rate_to_start_with():
     rates = {name: Train(optimiser=name).config().lr for name in ("sgd", "momentum", "nesterov", "adam", "rmsprop")}
     assert rates == {"sgd": 0.1, "momentum": 0.01, "nesterov": 0.01, "adam": 0.003, "rmsprop": 0.001}
     assert Train(optimiser="adam", lr=0.1).config().lr == 0.1
+
+
+@pytest.mark.parametrize("damping", [{"damping": 0.1}, {"relative_damping": 0.1}, {"search_damping": (0.1, 1.0)}])
+def test_a_plain_optimiser_has_no_damping(damping):
+    with pytest.raises(ValueError, match="a damping is for the C- versions"):
+        Train(consequentialist=False, **damping)
