@@ -44,6 +44,7 @@ def test_public_names_are_described_and_no_markup_is_left_over(site):
     text = (site / "api.html").read_text()
     for name in ("attach", "Consequentialism", "CSGD", "CAdam", "CAdamW", "CRMSprop", "filters.apa", "foresight"):
         assert f'id="consequent.{name}"' in text, name
+    assert "__setattr__" not in text
     assert not re.findall(r":\w+:<code>|\.\. math|\\frac|<blockquote>", text)
 
 
