@@ -3,6 +3,7 @@
 In the repository `[…](../examples/one_line.py)` leads to the file. In the site code becomes a page with that code,
 other files are copied as they are, the README is the first page, and of folders and other texts only the name is left.
 Links in the notebook and in `playground.html`, which mkdocs does not read, are made to lead to the built pages.
+Ranges in tables are marked, so that the style can put them below their values.
 """
 
 import re
