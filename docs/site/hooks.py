@@ -3,6 +3,7 @@
 In the repository `[…](../examples/one_line.py)` leads to the file. In the site code becomes a page with that code,
 other files are copied as they are, the README is the first page, and of folders and other texts only the name is left.
 Links in the notebook and in `playground.html`, which mkdocs does not read, are made to lead to the built pages.
+Ranges in tables are marked, so that the style can put them below their values.
 """
 
 import re
@@ -14,6 +15,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#\s]*)(?:#[^)\s]*)?\)")
+RANGE = re.compile(r" (\([^<>() ]+–[^<>() ]+\)|\(× [\d.]+\))</td>")  # "375 (344–406)", "0.0163 (× 1.08)"
+SECOND = re.compile(r" (/ [\d.–]+)</td>")  # "5.1 (3.94) / 0.688"
 COPIES = "repository"
 
 
@@ -51,8 +54,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:
-    """Leads the notebook's links to pages."""
-    return _to_built_pages(html) if page.file.src_uri.endswith(".ipynb") else html
+    """Leads the notebook's links to pages; in tables a range goes below its value."""
+    if page.file.src_uri.endswith(".ipynb"):
+        return _to_built_pages(html)
+    html = RANGE.sub(lambda end: f' <span class="range">{end[1].replace("–", "–<wbr>")}</span></td>', html)
+    return SECOND.sub(r' <span class="second">\1</span></td>', html)
 
 
 def on_post_build(config: MkDocsConfig) -> None:

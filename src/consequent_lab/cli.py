@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import NoReturn, Protocol
 
+from consequent_lab.words_first import words_first
+
 LAB_PACKAGES = ("rich", "tyro")  # of every command; some need more
 
 
@@ -59,12 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import tyro
 
     try:
-        command = tyro.extras.subcommand_cli_from_dict(
-            commands(),
-            prog="consequent",
-            description="Consequentialist optimisers: experiments and measurements.",
-            args=[_as_spelt_here(argument) for argument in arguments],
-        )
+        known = commands()
+        if arguments and arguments[0] in known:
+            name, options = arguments[0], [_as_spelt_here(argument) for argument in arguments[1:]]
+            command = tyro.cli(known[name], prog=f"consequent {name}", args=words_first(known[name], options))
+        else:  # says which commands there are
+            command = tyro.extras.subcommand_cli_from_dict(
+                {name: _in_short(command) for name, command in known.items()},
+                prog="consequent",
+                description="Consequentialist optimisers: experiments and measurements. Every command has a --help.",
+                args=arguments,
+            )
         command.run()
     except ModuleNotFoundError as error:
         return _say_what_is_missing([error.name or str(error)])
@@ -75,6 +82,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("consequent: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _in_short(command: Callable[..., Command]) -> Callable[[], Command]:
+    """Returns what stands for a command in the list of all: the first sentence of its description."""
+
+    def stand_in() -> Command:
+        return command()
+
+    stand_in.__doc__ = (command.__doc__ or "").partition("\n\n")[0]
+    return stand_in
 
 
 def _say_version() -> int:

@@ -129,7 +129,7 @@ def _spread(values: list[float | None], percent: bool = False) -> str:
 
 
 def _states(group: list[KeptRun]) -> str:
-    counts = Counter(run.state for run in group)
+    counts = Counter(run.outcome["outcome"] for run in group)
     return next(iter(counts)) if len(counts) == 1 else "\n".join(f"{counts[state]} {state}" for state in sorted(counts))
 
 

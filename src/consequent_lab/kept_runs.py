@@ -42,11 +42,6 @@ class KeptRun:
         return bool(self.outcome["outcome"] == "diverged")
 
     @property
-    def state(self) -> str:
-        """How it ended, or that it has not."""
-        return str(self.outcome["outcome"]) if self.is_finished else "running"
-
-    @property
     def iterations(self) -> int:
         """Iterations so far."""
         return int(self.lines[-1]["iteration"]) if self.lines else 0

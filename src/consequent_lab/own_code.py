@@ -80,8 +80,9 @@ def own_model(name: str, dataset: Dataset) -> nn.Module:
     shape = tuple(dataset.train_images.shape[1:])
     model = function(*_arguments(function, name, (shape, dataset.classes)))
     if not isinstance(model, nn.Module):
-        text = f"--model {name} returned a {type(model).__name__}: it must return an nn.Module"
-        raise ValueError(text)  # noqa: TRY004
+        raise ValueError(  # noqa: TRY004
+            f"--model {name} returned {_described(model)}: it must return an nn.Module"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"--model {name} returned a model without parameters that can be trained")
     _check_outputs(model, name, dataset)
@@ -193,4 +194,4 @@ def _plain(tensor: Tensor) -> Tensor:
 def _described(made: object) -> str:
     if isinstance(made, tuple | list):
         return f"{len(made)} of {', '.join(type(part).__name__ for part in made) or 'nothing'}"
-    return f"a {type(made).__name__}"
+    return f"a value of type {type(made).__name__}"

@@ -110,13 +110,11 @@ class RunLine:
 
 def _shown(line: dict[str, Any], *kinds: str) -> str:
     """Returns the metrics of the first of these kinds that a line has."""
-    kind = next((kind for kind in kinds if f"{kind}_loss" in line or f"{kind}_accuracy" in line), None)
+    kind = next((kind for kind in kinds if f"{kind}_loss" in line), None)
     if kind is None:
         return ""
-    loss, accuracy = line.get(f"{kind}_loss"), line.get(f"{kind}_accuracy")
-    if kind in ("test", "validation"):
-        return f"{kind} {100 * accuracy:.2f} %" if accuracy is not None else f"{kind} loss {loss:.3g}"
-    what = "training" if kind == "train" else "mini-batches:"  # those of the epoch so far, while weights changed
+    loss, accuracy = line[f"{kind}_loss"], line.get(f"{kind}_accuracy")
+    what = {"train": "training", "running": "mini-batches:"}.get(kind, kind)  # those of the epoch so far
     return f"{what} loss {loss:.3g}" + (f", accuracy {100 * accuracy:.2f} %" if accuracy is not None else "")
 
 

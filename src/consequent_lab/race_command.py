@@ -23,12 +23,14 @@ class Race:
     """Race optimisers on a task: a search for each with the same number of trials, then finals with other seeds.
 
     Every result is written to the output folder as it comes; the same command goes on where the last one was stopped.
+
+    Without tasks they are listed, with what is done of them. "race times TASKS" measures how long a step takes, and is
+    to be run alone; "race table TASKS" prints tables in Markdown, of all tasks with results if none is named; "race
+    data SETS" writes files to carry (cifar10, cifar100, fashion-mnist, pictures, tables, sources).
     """
 
     words: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Tasks (none: they are listed with what is done of them); or "times" and tasks: how long a step takes, to be run
-    alone; or "table" and tasks (none: all that have results): tables in Markdown; or "data" and sets (cifar10,
-    cifar100, fashion-mnist, pictures, tables, sources): writes files to carry."""
+    """Tasks; or times, table or data, and what it is for."""
     contestants: str = ""
     """Only these, separated by commas; none: all of the task."""
     trials: int = 12

@@ -45,3 +45,10 @@ class Report:
         screen = console()
         screen.print(f"Page: {self.output} ({self.output.stat().st_size / 1e6:.1f} MB)", soft_wrap=True)
         screen.print(f"Figures: {len(written)} files in {self.figures}", soft_wrap=True)
+        verdicts = [statement.verdict for finding in findings for statement in finding.statements]
+        if missing := verdicts.count("not measured"):
+            screen.print(
+                f"{missing} of {len(verdicts)} statements are not measured: their runs, of `consequent reproduce`, are "
+                "not here. (Runs of `consequent train` are shown by `consequent compare`.)",
+                soft_wrap=True,
+            )

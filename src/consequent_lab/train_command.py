@@ -47,8 +47,7 @@ class Train(TrainConfig):
     seeds: tuple[int, ...] = ()
     """Several runs that differ by their seeds, one after the other; instead of --seed."""
     search_lr: tuple[float, ...] = ()
-    """Learning rates to try first, each in a run of its own on nine tenths of the training set; the one with the lowest
-    loss on the last tenth is taken, and the test set is not looked at."""
+    """Learning rates to try first, on nine tenths of the training set: the lowest loss on the last tenth decides."""
     search_damping: tuple[float, ...] = ()
     """Relative dampings to try in the same way, each with each learning rate."""
     runs: Path = Path("runs")
@@ -58,16 +57,16 @@ class Train(TrainConfig):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes a GPU if there is one."""
     data: str | None = None
-    """The folder of the data sets; None: the environment's CONSEQUENT_DATA, else data. Or your own data as
-    module:function, as in --dataset."""
+    """The folder of the data sets; None: $CONSEQUENT_DATA, else ./data. Or your own data, as in --dataset."""
 
     def __post_init__(self) -> None:
         if self.lr is None:
             object.__setattr__(self, "lr", FIRST_RATES[self.optimiser])
         super().__post_init__()
-        if self.search_damping and not self.consequentialist:
-            raise ValueError("--search-damping is for the C- versions, and --no-consequentialist is a plain one")
-        if self.search_damping and (self.damping is not None or self.relative_damping is not None):
+        is_damped = self.damping is not None or self.relative_damping is not None
+        if not self.consequentialist and (self.search_damping or is_damped):
+            raise ValueError("a damping is for the C- versions, and --no-consequentialist is a plain one")
+        if self.search_damping and is_damped:
             raise ValueError("--search-damping finds the relative damping: give no other damping beside it")
         if self.data is not None and is_own(self.data) and self.dataset != "digits":
             raise ValueError(

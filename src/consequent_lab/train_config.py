@@ -22,8 +22,7 @@ class TrainConfig:
     """
 
     dataset: str = "digits"
-    """What is learnt: digits (they come with scikit-learn), cifar10, cifar100, fashion-mnist, or your own data as
-    module:function."""
+    """digits, which come with scikit-learn; cifar10, cifar100, fashion-mnist; or your own as module:function."""
     model: str = "mlp"
     """mlp, a perceptron; resnet20 or resnet20-bn, without or with BatchNorm; or your own as module:function."""
     hidden: tuple[int, ...] = (128,) * 8
@@ -45,8 +44,7 @@ class TrainConfig:
     weight_decay: float = 0.0
     """How fast weights shrink: by lr times this in every step, beside the correction (rmsprop: its own L2 penalty)."""
     augment: tuple[Literal["crop", "flip", "cutout"], ...] = ()
-    """In every epoch, of every training image: crop, a window of it, moved by up to an eighth; flip, the mirror image
-    of every other; cutout, a square of a quarter of its side is covered."""
+    """Images, anew in every epoch: crop (moved by up to an eighth), flip (every other), cutout (a square covered)."""
     head_lr_factor: float = 1.0
     """The last layer's learning rate is this times the others'."""
     momentum: float = 0.95
@@ -76,8 +74,7 @@ class TrainConfig:
     validation: float = 0.0
     """Hold out this fraction of the training set, and evaluate on it instead of the test set, as a search does."""
     foresight: bool = False
-    """C- versions: also read what each layer's outputs should change by, and what the step changes them by. Costs some
-    time in every iteration."""
+    """C- versions: also read how much each layer's outputs should change, and do; costs some time in every step."""
     gradient_norms: Literal["none", "applied", "both"] = "applied"
     """Norms by layer of the gradient that the optimiser gets; both: of the plain one, too, which costs a little."""
     checkpoint_every: int = 1000
@@ -143,9 +140,12 @@ class TrainConfig:
         """The run in a few words.
 
         >>> TrainConfig(relative_damping=0.5, seed=3).title
-        'C-SGD, lr 0.1, damping 0.5, mlp on digits, seed 3'
+        'C-SGD, lr 0.1, relative damping 0.5, mlp on digits, seed 3'
+        >>> TrainConfig(damping=0.01).title
+        'C-SGD, lr 0.1, damping 0.01, mlp on digits, seed 0'
         """
-        damping = "" if self.relative_damping is None else f", damping {self.relative_damping:g}"
+        damping = "" if self.damping is None else f", damping {self.damping:g}"
+        damping += "" if self.relative_damping is None else f", relative damping {self.relative_damping:g}"
         return f"{self.optimiser_name}, lr {self.lr:g}{damping}, {self.model} on {self.dataset}, seed {self.seed}"
 
     @property

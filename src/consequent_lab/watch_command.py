@@ -117,7 +117,7 @@ def picture_of(run: TrainedRun) -> RenderableType:
 def _progress(run: TrainedRun, total: int | None) -> RenderableType:
     words = Text(f"{run.iterations:,}" + (f" of {total:,}" if total else ""))
     if run.is_finished:
-        words.append(f", {run.state}", style="bold red" if run.diverged else "bold green")
+        words.append(f", {run.outcome['outcome']}", style="bold red" if run.diverged else "bold green")
     if not total:
         return words
     line = Table.grid(padding=(0, 2))

@@ -44,6 +44,7 @@ def test_public_names_are_described_and_no_markup_is_left_over(site):
     text = (site / "api.html").read_text()
     for name in ("attach", "Consequentialism", "CSGD", "CAdam", "CAdamW", "CRMSprop", "filters.apa", "foresight"):
         assert f'id="consequent.{name}"' in text, name
+    assert "__setattr__" not in text
     assert not re.findall(r":\w+:<code>|\.\. math|\\frac|<blockquote>", text)
 
 
@@ -77,3 +78,15 @@ def test_search_works_from_disk(site):
         found = page.locator(".md-search-result__item").first
         found.wait_for(timeout=20_000)
         assert "projection" in page.locator(".md-search-result__list").inner_text().lower()
+
+
+@needs_chromium
+def test_tables_fit_a_desktop(site):
+    with launched() as browser:
+        page = browser.new_context(**DESKTOP).new_page()
+        for name in ("race", "defaults", "speed", "demo", "distributed"):
+            page.goto((site / f"{name}.html").as_uri())
+            page.locator(".md-typeset__scrollwrap").first.wait_for()
+            frames = "[...document.querySelectorAll('.md-typeset__scrollwrap')]"
+            too_wide = f"{frames}.filter(frame => frame.scrollWidth > frame.clientWidth).map(frame => frame.innerText)"
+            assert page.evaluate(too_wide) == [], name

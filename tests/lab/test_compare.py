@@ -61,7 +61,7 @@ def test_runs_of_all_kinds_are_rows_of_one_table(runs, tmp_path, capsys):
     assert rows["plain"][-1] == rows["kept/plain"][-1] == "finished"
     assert rows["plain"][-5:-1] == rows["kept/plain"][-5:-1]
     assert rows["wild"][-4:] == ["–", "–", "–", "diverged"]
-    assert rows["mlp/begun"][-1] == "running"
+    assert rows["mlp/begun"][-1] == "unfinished"
     assert rows["toy/Adam"] == ["1", "5", "3.0", "s", "0.5", "75.00", "%", "–", "finished"]
     assert rows["toy/K-FAC"][-1] == "diverged"
     adam, lost = runs_at([race])

@@ -99,8 +99,11 @@ def test_help_lists_the_commands_without_importing_torch():
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
-    for name in cli.commands():
+    for name, command in cli.commands().items():
         assert name in run.stdout
+        first, _, rest = command.__doc__.partition("\n\n")
+        assert first.split()[-1] in run.stdout
+        assert not rest.split() or " ".join(rest.split()[:4]) not in run.stdout, "which is for its own --help"
     assert run.stdout.rstrip().endswith("False")
 
 

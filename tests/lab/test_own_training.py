@@ -77,7 +77,7 @@ def test_images_of_ones_own_are_normalised_and_fit_every_model(tmp_path, model):
         ({"model": "own_network.py:model"}, "name the module and not its file, own_network:model"),
         ({"model": "own_network:missing"}, r"has no function 'missing'; it has .*model"),
         ({"model": "own_network:NOT_A_FUNCTION"}, "has no function 'NOT_A_FUNCTION'"),
-        ({"model": "own_network:no_model"}, "returned a int: it must return an nn.Module"),
+        ({"model": "own_network:no_model"}, "returned a value of type int: it must return an nn.Module"),
         ({"model": "own_network:needs_more"}, r"needs \(shape, classes, depth\): it is called as function\(shape"),
         ({"model": "own_network:too_wide"}, r"makes \[2, 5\] of inputs \[2, 6\]; logits of 3 classes need a tensor of"),
         ({"dataset": "own_network:flat_numbers"}, r"makes \[2, 1\] .* a tensor of \[2\]: return targets\[:, None\]"),
@@ -85,7 +85,7 @@ def test_images_of_ones_own_are_normalised_and_fit_every_model(tmp_path, model):
         ({"model": "resnet20"}, r"model resnet20 is for images .*these inputs are \[N, 6,\]"),
         ({"augment": ("flip",)}, "augment flip is for images"),
         ({"dataset": "own_network:three_tensors"}, "returned 3 of Tensor, Tensor, Tensor: it must return"),
-        ({"dataset": "own_network:no_model"}, "returned a int: it must return"),
+        ({"dataset": "own_network:no_model"}, "returned a value of type int: it must return"),
         ({"dataset": "own_network:unequal"}, "64 training inputs and 60 targets"),
         ({"dataset": "own_network:from_one"}, r"begin at -1\. Targets that are numbers must be floats"),
         ({"dataset": "own_network:not_finite"}, "some training inputs are NaN or infinite"),
@@ -355,3 +355,9 @@ def test_every_optimiser_has_a_rate_to_start_with():
     rates = {name: Train(optimiser=name).config().lr for name in ("sgd", "momentum", "nesterov", "adam", "rmsprop")}
     assert rates == {"sgd": 0.1, "momentum": 0.01, "nesterov": 0.01, "adam": 0.003, "rmsprop": 0.001}
     assert Train(optimiser="adam", lr=0.1).config().lr == 0.1
+
+
+@pytest.mark.parametrize("damping", [{"damping": 0.1}, {"relative_damping": 0.1}, {"search_damping": (0.1, 1.0)}])
+def test_a_plain_optimiser_has_no_damping(damping):
+    with pytest.raises(ValueError, match="a damping is for the C- versions"):
+        Train(consequentialist=False, **damping)

@@ -22,7 +22,7 @@ import pytest
 from sample_findings import HOSTILE, bare, findings, hostile, loss_surface, output_paths, resnet
 
 from consequent_lab import cli
-from consequent_lab.paper.findings import Axis, Figure, Panel, Series, Table
+from consequent_lab.paper.findings import Axis, Figure, Panel, Series, Statement, Table
 from consequent_lab.report.curve_styles import HUES, curve_styles
 from consequent_lab.report.page import page
 from consequent_lab.report.payload import choices, contour_lines
@@ -336,6 +336,14 @@ def test_the_command_writes_page_and_figures(tmp_path, monkeypatch, capsys):
         f"{name}.{kind}" for name in ("begun-c", "begun-e", "begun", "hostile") for kind in ("png", "svg")
     ], "none for a figure without anything measured"
     assert "8 files" in capsys.readouterr().out
+
+
+def test_the_command_says_what_is_not_measured(tmp_path, monkeypatch, capsys):
+    unmeasured = replace(hostile(), statements=[Statement("", "toy", "", "", ()), *hostile().statements])
+    paths = ["--runs", tmp_path, "--output", tmp_path / "report.html", "--figures", tmp_path / "figures"]
+    for found, said in ((hostile(), False), (unmeasured, True)):
+        assert command(monkeypatch, [found], *paths) == 0
+        assert ("1 of 2 statements are not measured" in capsys.readouterr().out) is said
 
 
 def test_runs_that_are_not_there_are_missed(monkeypatch, capsys):

@@ -440,7 +440,7 @@ def watched(screen):
             now[0] += 1
             if iteration % 10 == 0:
                 line.read(
-                    {"running_loss": 0.25, "running_accuracy": 0.875, "test_accuracy": 0.5}
+                    {"running_loss": 0.25, "running_accuracy": 0.875, "test_loss": 2.0, "test_accuracy": 0.5}
                     | ({"train_loss": 0.5, "train_accuracy": 0.75} if iteration == 100 else {})
                 )
             line.advanced(iteration)
@@ -452,9 +452,9 @@ def test_progress_without_a_terminal_is_a_plain_line_now_and_then():
     shown = watched(Console(file=StringIO(), width=60)).splitlines()
     assert len(shown) == 8
     assert shown[0] == "C-SGD: 100 iterations"
-    metrics = "mini-batches: loss 0.25, accuracy 87.50 %; test 50.00 %"
+    metrics = "mini-batches: loss 0.25, accuracy 87.50 %; test loss 2, accuracy 50.00 %"
     assert shown[2] == f"C-SGD: 30 of 100; 1 it/s; {metrics}; 1 min 10 s left"
-    evaluated = "training loss 0.5, accuracy 75.00 %; test 50.00 %"
+    evaluated = "training loss 0.5, accuracy 75.00 %; test loss 2, accuracy 50.00 %"
     assert shown[-1] == f"C-SGD: finished at iteration 100, 1 min 39 s of training; {evaluated}"
 
 
