@@ -22,8 +22,8 @@ class Spread:
 
     @property
     def median(self) -> float:
-        """The middle value; of two, the higher one."""
-        return statistics.median_high(self.values)
+        """The middle value; of an even number, between the two."""
+        return statistics.median(self.values)
 
     def text(self, form: str, metric: str | None = None) -> str:
         """Returns the median and the range.
@@ -116,7 +116,7 @@ def rows(results: Results) -> list[Row]:
         scores = [results.task.measure.score(unpacked(line["curve"]), line["steps"]) for line in finals]
         seeds = "1 seed" if len(finals) == 1 else f"{len(finals)} seeds"
         row = Row(name, f"{settings_of(results, name)} ({seeds})", tuple(cells))
-        found.append((statistics.median_high(scores), row))
+        found.append((statistics.median(scores), row))
     return [row for _, row in sorted(found, key=lambda ranked: ranked[0])]
 
 

@@ -97,7 +97,7 @@ def test_the_command_prints_the_tables_of_the_page(capsys):
 def test_a_state_says_what_is_missing(tmp_path):
     results = Results(TASKS["table-wine"], tmp_path)
     assert results.state(12, 5) == "not begun"
-    trials = [{"kind": "trial", "contestant": "AdamW", "number": number} for number in range(2)]
+    trials = [{"kind": "trial", "contestant": "AdamW", "number": number, "state": "pruned"} for number in range(2)]
     results.lines += trials
     assert "begun: AdamW; not begun: C-Nesterov" in results.state(2, 1)
     results.lines += [{"kind": "final", "contestant": "AdamW", "seed": 0}]
