@@ -47,10 +47,9 @@ def loss_of(contestant: Contestant, rung: int, seed: int, data: Path) -> float |
     config = replace(mlp.race().search.config(contestant.config, rung), seed=seed)
     with tempfile.TemporaryDirectory() as folder:
         train(config, RunFolder(Path(folder) / "run"), data=data)
-        run = RunFolder(Path(folder) / "run")
-        lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-    losses: list[float] = [line["epoch_loss"] for line in lines if line.get("epoch_loss") is not None]
-    return losses[-1] if len(losses) == config.epochs else None
+        outcome = RunFolder(Path(folder) / "run").outcome()
+        last = json.loads((Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    return float(last["epoch_loss"]) if outcome is not None and outcome["outcome"] == "finished" else None
 
 
 def choices(lines: list[Line]) -> Iterator[tuple[str, dict[float, float], float, float]]:

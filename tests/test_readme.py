@@ -185,6 +185,10 @@ def test_the_pictures_are_those_in_results():
             assert {f"{line['steps']} steps" for one in kept for line in one.finals(name)} == {task.split(", ")[-1]}
             counts = {len(results.finals(name)) for results in kept}
             assert counts == ({3, 5} if (kind, name) == ("siren-256", "SOAP") else {5})
+    row_text = " ".join(row_of("three pictures as a SIREN, 200 steps"))
+    of = {name: numbers.replace("–", " to ") for name, numbers in re.findall(r"([\w-]+) (\d+–\d+) dB", row_text)}
+    lead = f"is at {of['C-Adam']} dB after 200 steps with C-Adam, at {of['Muon']} with Muon, at {of['Adam']} with Adam"
+    assert f"A **picture as a SIREN** {lead}" in PROSE
 
 
 def test_the_rates_are_those_of_the_page_with_the_reasons():
