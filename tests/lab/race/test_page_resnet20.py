@@ -64,6 +64,9 @@ def test_the_race_of_resnet20_in_20_epochs():
     assert [line["settings"]["decay"] for line in trials] == [1e-4, 2.5e-4, 5e-4, 1e-3, 5e-4, 1e-3]
     assert list(told) == [f"{-100 * line['score']:.4g}" for line in trials]
     assert results.untried_decays("C-Nesterov") == {2: 2e-3}
+    twice = [-100 * one.trials("Nesterov-BN")[0]["score"] for one in (RESNET, results)]
+    assert "(The same run of BatchNorm, made twice, had {:.4g} and {:.4g} %".format(*twice) in TEXT
+    assert RESNET.trials("Nesterov-BN")[0]["settings"] == results.trials("Nesterov-BN")[0]["settings"]
     first = RESNET.trials("C-Nesterov")[0]  # the same run: the search has as many epochs
     assert (first["score"], first["curve"]) == (trials[-1]["score"], trials[-1]["curve"])
     assert results.task.epochs == RESNET.task.search_epochs
@@ -78,6 +81,12 @@ def test_the_race_of_resnet20_in_20_epochs():
     muon = sorted(line["curve"]["test_accuracy"][-1] for line in results.finals("Muon"))
     assert "{:.2f} and {:.2f} % after 20 epochs, with two seeds of five".format(*(100 * one for one in muon)) in TEXT
     assert len(RESNET.trials("Muon")) == 12
+    assert RESNET.best("Muon")["number"] == 11
+    medians = (
+        f"has {100 * statistics.median(muon):.4g} % after 20 epochs (two seeds), C-Nesterov {100 * ours.median:.4g} %"
+    )
+    assert f"Muon without BatchNorm and without the correction {medians}" in TEXT
+    assert f"and by {100 * (theirs.median - ours.median):.2f} after 20, where seeds overlap" in TEXT
     assert f"({-100 * RESNET.best('Muon')['score']:.2f} % of the images held out)" in TEXT
 
 

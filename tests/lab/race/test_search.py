@@ -153,7 +153,7 @@ def test_of_the_decays_that_a_task_gives_the_best_on_samples_held_out_is_taken(t
     held_out = [line["curve"]["test_accuracy"][-1] for line in trials]
     best = trials[held_out.index(max(held_out))]["settings"]
     assert [(line["seed"], line["settings"]) for line in results.finals("Nesterov-BN")] == [(0, best), (1, best)]
-    assert "then the best decay of some on samples held out" in markdown_table(results)
+    assert "then, for some, the best of several decays on samples held out" in markdown_table(results)
 
 
 def test_images_come_back_as_they_were(tmp_path):
