@@ -92,7 +92,7 @@ def half_of_them(*axes):
         yield pytest.param(*(axis[place] for axis, place in zip(axes, places, strict=True)), marks=marks)
 
 
-@pytest.mark.parametrize(("name", "damping", "dtype"), half_of_them(list(CASES), DAMPINGS, DTYPES))
+@pytest.mark.parametrize(("name", "damping", "dtype"), list(half_of_them(list(CASES), DAMPINGS, DTYPES)))
 def test_gradients_equal_the_reference(name, damping, dtype):
     designs, output_grads = expected_problem(name, dtype)
     with fall_back_allowed(designs, damping, dtype):
@@ -101,7 +101,7 @@ def test_gradients_equal_the_reference(name, damping, dtype):
     skip_if_silent(check_gradients(module, designs, output_grads, damping, dtype))
 
 
-@pytest.mark.parametrize(("fraction", "dtype"), zip([1.0, 1e-2], DTYPES, strict=True), ids=str)
+@pytest.mark.parametrize(("fraction", "dtype"), list(zip([1.0, 1e-2], DTYPES, strict=True)), ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_under_relative_damping_equal_the_reference(name, fraction, dtype):
     damping = ("relative", fraction)
