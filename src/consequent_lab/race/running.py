@@ -10,6 +10,7 @@ from consequent_lab.jobs import Job, check_time, run_jobs
 from consequent_lab.pool import Report
 from consequent_lab.race.contestants import Contestant, Settings, contestant_named
 from consequent_lab.race.curves import Curve, packed
+from consequent_lab.race.measures import named, shown
 from consequent_lab.race.results import Line, Results, line_of
 from consequent_lab.race.task import Task
 from consequent_lab.race.tasks import task_named
@@ -130,7 +131,7 @@ def race(
 
     def report(line: Line) -> None:
         results.add(line)
-        say(sentence(results.task, line))
+        say(sentence(line))
 
     def ready() -> list[Job]:
         """Finals come before searches: a table of some contestants is worth more than many searches."""
@@ -169,15 +170,15 @@ def race(
     return not ready()
 
 
-def sentence(task: Task, line: Line) -> str:
+def sentence(line: Line) -> str:
     """Returns what a line says, in short."""
     settings = ", ".join(f"{name} {value:.3g}" for name, value in line["settings"].items())
     last = {name: values[-1] for name, values in line["curve"].items() if name != "step"}
-    metrics = ", ".join(f"{name} {'nan' if value is None else f'{value:.4g}'}" for name, value in last.items())
+    ends = [f"{named(name)} {'nan' if value is None else shown(name, value)}" for name, value in last.items()]
     which = f"trial {line['number']}" if line["kind"] == "trial" else f"seed {line['seed']}"
     ending = " (given up)" if line.get("state") == "pruned" else ""
-    how = "graph" if line["graph"] else "eager"
+    way = " in a CUDA graph" if line["graph"] else ""
     return (
-        f"{line['contestant']:11} {which:8} {settings}: {metrics} after {line['curve']['step'][-1]} steps, "
-        f"{line['seconds']:.1f} s {how}{ending}"
+        f"{line['contestant']:11} {which:8} {settings}: {', '.join(ends)} after {line['curve']['step'][-1]} steps, "
+        f"{line['seconds']:.1f} s{way}{ending}"
     )
