@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
@@ -347,7 +348,9 @@ TASKS = {
 def task_named(name: str, *, tiny: bool = False) -> Task:
     """Returns a task, or its tiny form: a smaller model, hardly any data, two epochs."""
     if name not in TASKS:
-        raise ValueError(f"there is no task {name!r}; there are {', '.join(TASKS)}")
+        alike = get_close_matches(name, TASKS, n=3)
+        meant = f", perhaps {' or '.join(alike)}" if alike else ""
+        raise ValueError(f"there is no task {name!r}{meant}; `consequent race` lists all of them")
     return tiny_form(TASKS[name]) if tiny else TASKS[name]
 
 

@@ -186,5 +186,5 @@ def test_every_task_has_a_tiny_form_and_known_contestants():
         assert set(task.contestants) <= set(CONTESTANTS)
         assert task.settings_from is None or task.settings_from in TASKS
         assert task_named(name, tiny=True).steps(samples.get(name.split("-")[0], 64)) == 8
-    with pytest.raises(ValueError, match="there is no task"):
-        task_named("mlp")
+    with pytest.raises(ValueError, match=r"'mlp-cifar10', perhaps mlp-cifar10-b32 or .*; `consequent race`"):
+        task_named("mlp-cifar10")
