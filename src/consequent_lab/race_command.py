@@ -39,8 +39,8 @@ class Race:
     """Finals of every contestant."""
     epochs: int | None = None
     """Of a run, if others than the task's; the results then have a name of their own."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where to train."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes a GPU if there is one."""
     workers: int = 1
     """Runs side by side, a process each; step times are measured by "times" alone."""
     data: Path | None = None
@@ -105,7 +105,7 @@ class Race:
             self.tiny,
             self.epochs,
             self.data,
-            self.device,
+            chosen_device(self.device) if stage != "table" else "cpu",
             graph=not self.eager,
             trials=self.trials,
             deadline=deadline,
