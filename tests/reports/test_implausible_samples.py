@@ -151,6 +151,10 @@ PLAUSIBLE = {
     "one sequence": (Tokens, lambda m: functional.cross_entropy(m(SEQUENCES[:1, :1])[0], LABELS[0, :1])),
     "classes": (Tokens, lambda m: functional.cross_entropy(m(SEQUENCES[:, 0]), LABELS[:, 0])),
     "sequence first, in a recurrent layer": (LastState, lambda m: m(torch.randn(9, 4, 3)).square().mean()),
+    "sequences without a token": (
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.Flatten(0, 1), nn.Linear(4, 2)),
+        lambda m: m(torch.randn(4, 0, 3)).sum(),
+    ),
     "parts": (LastState, lambda m: m.head(m.recurrent(torch.randn(9, 4, 3))[0][-1]).square().mean()),
 }
 

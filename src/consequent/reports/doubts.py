@@ -41,8 +41,10 @@ def doubt_about_loss(
 def _doubt_about_samples(entry: Entry, *, is_scaled: bool) -> str | None:
     """What is suspicious about one forward pass; outputs of a single sample may have no leading dimension."""
     inputs, outputs = entry.input_shape, entry.output_shape
-    if inputs is None or not outputs or entry.samples == 0 or (entry.samples == len(outputs) == 1):
+    if inputs is None or not outputs or (entry.samples == len(outputs) == 1):
         return None
+    if entry.samples == 0 or 0 in outputs:
+        return None  # the mean of nothing
     counted = (
         f"the loss is taken for a mean over {_counted(entry.samples)}, the leading dimension of the first tensor that "
         f"entered the model, which has shape {list(inputs)}"
@@ -53,8 +55,10 @@ def _doubt_about_samples(entry: Entry, *, is_scaled: bool) -> str | None:
             f'{_NOT_ADAM}: say loss_reduction="sum", or loss_reduction=criterion, the loss module that you call'
         )
     if outputs[0] != entry.samples and not entry.is_counted_by_layer:
-        if_over_these = f": if it is one over these {outputs[0]}, {_wrong_by(entry.samples, outputs[0])}"
-        return f"{counted}; but the outputs have shape {list(outputs)}{if_over_these if outputs[0] else ''}. {_REMEDY}"
+        return (
+            f"{counted}; but the outputs have shape {list(outputs)}: if it is one over these {outputs[0]}, "
+            f"{_wrong_by(entry.samples, outputs[0])}. {_REMEDY}"
+        )
     if entry.positions is not None:
         return (
             f"{counted}; but it is one over all positions (tokens, time steps, pixels) of the outputs {list(outputs)}, "
