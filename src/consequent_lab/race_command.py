@@ -84,15 +84,14 @@ class Race:
             names = tuple(results.task.name for results in known if results.lines)
         if stage == "table" and not names:
             raise ValueError(f"there are no results in {self.output.resolve()}: name another --output")
-        if stage != "table":
-            chosen_device(self.device)  # raises if it is not there
+        device = "cpu" if stage == "table" else chosen_device(self.device)  # raises if it is not there
         for name in names:
             self._chosen(task_named(name))  # raises before the first of them has run for hours
         deadline = None if self.minutes is None else time.time() + 60 * self.minutes
         for name in names:
-            self._run_task(stage, name, deadline, screen)
+            self._run_task(stage, name, device, deadline, screen)
 
-    def _run_task(self, stage: str, name: str, deadline: float | None, screen: Console) -> None:
+    def _run_task(self, stage: str, name: str, device: str, deadline: float | None, screen: Console) -> None:
         from rich.markdown import Markdown
 
         from consequent_lab.race.results import Results
@@ -105,7 +104,7 @@ class Race:
             self.tiny,
             self.epochs,
             self.data,
-            chosen_device(self.device) if stage != "table" else "cpu",
+            device,
             graph=not self.eager,
             trials=self.trials,
             deadline=deadline,

@@ -7,6 +7,7 @@ that a step at the peak takes off a weight. The first trial of everybody is the 
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,14 +170,9 @@ def kfac(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimiz
     return [KFAC(model, settings["lr"], settings["damping"])]
 
 
-def foof(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
-    """Returns FOOF."""
-    return [FOOF(model, settings["lr"], settings["damping"])]
-
-
-def sparing_foof(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:
-    """Returns FOOF that inverts at every tenth step from the first one on."""
-    return [FOOF(model, settings["lr"], settings["damping"], sparing=True)]
+def foof(model: nn.Module, settings: Settings, capturable: bool, *, sparing: bool = False) -> list[Optimizer]:
+    """Returns FOOF, or the one that inverts at every tenth step from the first on."""
+    return [FOOF(model, settings["lr"], settings["damping"], sparing=sparing)]
 
 
 # ---- all of them -------------------------------------------------------------------------------------------------
@@ -198,7 +194,12 @@ CONTESTANTS = {
         Contestant("Shampoo", shampoo, (lr(3e-4),), graphs=False),
         Contestant("K-FAC", kfac, (lr(3e-4), Knob("damping", 1e-4, 1e-1, 3e-3)), graphs=False),
         Contestant("FOOF", foof, (lr(0.03), Knob("damping", 0.03, 30.0, 1.0)), graphs=False),
-        Contestant("FOOF-sparing", sparing_foof, (lr(0.01), Knob("damping", 3e-3, 3.0, 0.05)), graphs=False),
+        Contestant(
+            "FOOF-sparing",
+            partial(foof, sparing=True),
+            (lr(0.01), Knob("damping", 3e-3, 3.0, 0.05)),
+            graphs=False,
+        ),
         Contestant("C-SGD", torchs("sgd"), (lr(0.1), RELATIVE_DAMPING), correction={}),
         Contestant("C-Nesterov", torchs("nesterov"), (lr(0.01), RELATIVE_DAMPING), correction={}),
         Contestant("C-Adam", torchs("adam"), (lr(3e-4), RELATIVE_DAMPING), correction={}),
