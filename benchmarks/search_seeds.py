@@ -74,7 +74,7 @@ def choices(lines: list[Line]) -> Iterator[tuple[str, dict[float, float], float,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, nargs="?")
-    parser.add_argument("variants", nargs="*")
+    parser.add_argument("variants", nargs="*", default=["*"])
     parser.add_argument("--known", type=Path)
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()
