@@ -95,26 +95,28 @@ def torchs(name: str, **options: Any) -> Plain:
     return make
 
 
-class FlatMuon(torch.optim.Muon):
-    """Muon over matrices, and over kernels of convolutions as matrices `[outputs, all the rest]`.
+class FlatMuon(Optimizer):
+    """Torch's Muon, which takes matrices alone, over kernels of convolutions as matrices `[outputs, all the rest]`.
 
-    Torch's own takes matrices alone. A kernel is handed to it as a flat view of the same memory.
+    A kernel is handed to it as a flat view of the same memory; this one holds the kernels themselves, so that they can
+    be corrected.
     """
 
-    def __init__(self, weights: Iterable[Tensor], **options: Any) -> None:
-        weights = list(weights)
-        flat = [weight if weight.ndim == 2 else nn.Parameter(weight.detach().flatten(1)) for weight in weights]
-        for weight, matrix in zip(weights, flat, strict=True):
-            if weight.data_ptr() != matrix.data_ptr():
-                raise ValueError(f"a kernel of shape {list(weight.shape)} is not contiguous: Muon needs it as a matrix")
-        self._pairs = [(weight, matrix) for weight, matrix in zip(weights, flat, strict=True) if weight is not matrix]
-        super().__init__(flat, **options)
+    def __init__(self, weights: Iterable[Tensor], lr: float, **options: Any) -> None:
+        super().__init__(weights, {"lr": lr})
+        kernels = self.param_groups[0]["params"]
+        self._pairs = [(kernel, nn.Parameter(kernel.detach().flatten(1))) for kernel in kernels]
+        for kernel, matrix in self._pairs:
+            if kernel.data_ptr() != matrix.data_ptr():
+                raise ValueError(f"a kernel of shape {list(kernel.shape)} is not contiguous: Muon needs it as a matrix")
+        self._muon = torch.optim.Muon([matrix for _, matrix in self._pairs], lr=lr, **options)
 
     def step(self, closure: Any = None) -> Any:
         """Takes a step with the gradients that the kernels have."""
-        for weight, matrix in self._pairs:
-            matrix.grad = None if weight.grad is None else weight.grad.flatten(1)
-        return super().step(closure)  # type: ignore[no-untyped-call]
+        for kernel, matrix in self._pairs:
+            matrix.grad = None if kernel.grad is None else kernel.grad.flatten(1)
+        self._muon.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        return self._muon.step(closure)
 
 
 def muon(model: nn.Module, settings: Settings, capturable: bool) -> list[Optimizer]:

@@ -22,7 +22,7 @@ from consequent_lab.samples import Data, Samples
 ALL = ("SGD", "Nesterov", "Adam", "Muon", "C-SGD", "C-Nesterov", "C-Adam", "FOOF", "K-FAC", "SOAP", "Shampoo")
 DECAYED = ("C-Nesterov", "C-AdamW", "C-SGD", "Nesterov", "AdamW", "Muon", "FOOF", "SOAP", "K-FAC", "Shampoo")
 WITH_BATCH_NORM = ("Nesterov-BN", "AdamW-BN", "Muon-BN")
-MUON_CORRECTED = ("C-Muon", "Newton-Muon")  # of networks without convolutions, whose kernels Muon takes as copies
+MUON_CORRECTED = ("C-Muon", "Newton-Muon")
 OF_SIGNALS = (
     *("Adam", "Muon", "C-Adam", "C-Nesterov", "C-SGD", "Nesterov", "SOAP", "FOOF", "K-FAC", "Shampoo"),
     *("Adam-0.95", "C-Adam-0.95"),
@@ -91,6 +91,7 @@ RESNET_STARTS = {  # by benchmarks/resnet20_exploration.py
     "C-AdamW": {"lr": 2e-3, "relative_damping": 0.1, "decay": 1e-3},
     "AdamW": {"lr": 3e-3, "decay": 3e-4},
     "Muon": {"lr": 0.02, "other_lr": 1e-3, "decay": 1e-4},
+    "C-Muon": {"lr": 9e-3, "other_lr": 1e-3, "decay": 7.5e-4},  # near the best that Muon's search has found
     "Nesterov-BN": {"decay": 1e-4},
 }
 
@@ -118,7 +119,7 @@ def resnet() -> Task:
         evaluated=4096,
         measure=Final("test_accuracy", rising=True),
         reported=(Final("train_loss"), Final("train_accuracy", rising=True)),
-        contestants=DECAYED[:7] + WITH_BATCH_NORM + DECAYED[7:],
+        contestants=(*DECAYED[:7], *WITH_BATCH_NORM, *DECAYED[7:], "C-Muon"),
         batch_size=128,
         epochs=100,
         evaluations=50,

@@ -1,3 +1,4 @@
+import copy
 import math
 from dataclasses import replace
 
@@ -5,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import consequent
 from consequent_lab.learner import first_model
 from consequent_lab.race.contestants import CONTESTANTS, FlatMuon, contestant_named
 from consequent_lab.race.tasks import TASKS, task_named
@@ -116,10 +118,33 @@ def test_muon_takes_kernels_as_matrices():
     assert torch.equal(kernel.flatten(1), matrix)
 
 
+def test_kernels_of_muon_are_corrected():
+    torch.manual_seed(0)
+    task = TASKS["resnet20-cifar10"]
+    settings = starts("C-Muon", task)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 2))
+    twin = copy.deepcopy(model)
+    images, labels = torch.randn(5, 1, 8, 8), torch.tensor([0, 1, 1, 0, 1])
+    optimizers = contestant_named("c-muon").make(model, settings, task, False)
+    nn.functional.cross_entropy(model(images), labels).backward()
+    optimizers.step()
+
+    corrected = torch.optim.SGD(twin.parameters(), lr=1.0)
+    consequent.attach(corrected, twin, relative_damping=0.1, bound=None)
+    matrix = nn.Parameter((1 - settings["decay"]) * twin[1].weight.detach().flatten(1))
+    nn.functional.cross_entropy(twin(images), labels).backward()
+    plain = twin[1].weight.grad.clone()
+    corrected.step()
+    matrix.grad = twin[1].weight.grad.flatten(1)
+    assert not torch.allclose(twin[1].weight.grad, plain, rtol=0.1)
+    torch.optim.Muon([matrix], lr=settings["lr"], weight_decay=0.0).step()
+    torch.testing.assert_close(model[1].weight.flatten(1), matrix)
+
+
 def test_muon_has_the_hidden_layers_and_adamw_the_others():
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(4, 3), nn.Linear(3, 2))
     muon, adamw = contestant_named("muon").make(model, starts("Muon"), MLP, False).parts
-    assert [tuple(weight.shape) for group in muon.param_groups for weight in group["params"]] == [(4, 36), (3, 4)]
+    assert [tuple(weight.shape) for group in muon.param_groups for weight in group["params"]] == [(4, 4, 3, 3), (3, 4)]
     owned = {parameter for group in adamw.param_groups for parameter in group["params"]}
     assert owned == set(model.parameters()) - {model[1].weight, model[3].weight}
 
