@@ -36,7 +36,7 @@ class Race:
     trials: int = 12
     """Of every contestant's search."""
     seeds: int = 5
-    """Finals of every contestant."""
+    """Finals of every contestant; 0: searches alone."""
     epochs: int | None = None
     """Of a run, if others than the task's; the results then have a name of their own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -57,7 +57,9 @@ class Race:
     """Training and test images that "data" writes."""
 
     def __post_init__(self) -> None:
-        for name in ("trials", "seeds", "workers", "epochs", "minutes"):
+        if self.seeds < 0:
+            raise ValueError(f"--seeds must not be negative, got {self.seeds}")
+        for name in ("trials", "workers", "epochs", "minutes"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"--{name} must be positive, got {value}")
