@@ -129,7 +129,7 @@ def test_resnet20_without_batch_norm_is_the_one_in_results():
         for results in [Results.of(TASKS[task], ROOT / "results" / "race")]
     )
     for (ours, theirs), row in (
-        (long, "ResNet-20, augmented, 100 epochs"),
+        (covered, "ResNet-20, augmented, 100 epochs, cutout"),
         (short, "ResNet-20, augmented, 20 epochs"),
     ):
         texts = ("without BatchNorm: C-Nesterov {:.4g} %", "with BatchNorm: Nesterov {:.4g} %")
@@ -137,24 +137,31 @@ def test_resnet20_without_batch_norm_is_the_one_in_results():
         assert [cell.split(";")[0] for cell in row_of(row)[2:]] == told
     assert min(short[1]) < max(short[0])
     muon = race("resnet20-cifar10-20ep")["Muon"]["test accuracy at the end"]
-    assert f"without: Muon {median_of(muon)} (two seeds)" in row_of("ResNet-20, augmented, 20 epochs")[3]
+    assert row_of("ResNet-20, augmented, 20 epochs")[3].endswith(f"; without: Muon {median_of(muon)}")
+    once = race("resnet20-cifar10-cutout")["Muon"]["test accuracy at the end"]
+    assert f"without: Muon {once} (one seed)" in row_of("ResNet-20, augmented, 100 epochs, cutout")[3]
     told = (
         f"has {median(short[0]):.4g} % of CIFAR-10's test images after 20 epochs with C-Nesterov and {median_of(muon)} "
     )
-    told += (
-        f"with Muon; with BatchNorm it has {median(short[1]):.4g} %, and their seeds overlap. After 100 epochs it is "
-    )
-    assert f"{told}{median(long[1]) - median(long[0]):.2f} points behind." in PROSE
+    told += f"with Muon; with BatchNorm it has {median(short[1]):.4g} %, and their seeds overlap. After 100 epochs "
+    assert f"{told}with cutout it is {median(covered[1]) - median(covered[0]):.2f} points behind." in PROSE
     recipe = re.search(
         r"\[([\d.]+) % of CIFAR-10's [^\]]*\]\S* and ([\d.]+) % with BatchNorm .*? After 20 epochs it knew ([\d.]+) %, "
-        r"([\d.]+) % with BatchNorm, and [\d.]+ % \(two seeds\) with Muon instead of the correction; with "
+        r"([\d.]+) % with BatchNorm, and [\d.]+ % with Muon instead of the correction; with "
         r"cutout besides, after 100, it was ([\d.]+) and ([\d.]+) %",
         prose("recipes"),
     )
     told = [median(one) for one in (*long, *short, *covered)]
     assert [float(number) for number in recipe.groups()] == pytest.approx(told)
-    gains = [median(one) - median(other) for one, other in zip(covered, long, strict=True)]
-    assert "{:.1f} points without BatchNorm, {:.1f} with it".format(*gains) in prose("recipes")
+    results, base = (
+        Results.of(TASKS[task], ROOT / "results" / "race") for task in ("resnet20-cifar10-cutout", "resnet20-cifar10")
+    )
+    gains = []
+    for name, plain in zip(("C-Nesterov", "Nesterov-BN"), long, strict=True):
+        lines = [line for line in results.of_kind("final", name) if line["settings"] == base.best(name)["settings"]]
+        gains.append(100 * median(line["curve"]["test_accuracy"][-1] for line in lines) - median(plain))
+    told = "with the same decay it brought {:.1f} points without BatchNorm, {:.1f} with it".format(*gains)
+    assert told in prose("recipes")
     settings = re.search(r"The rate was ([\d.]+), the damping ([\d.]+), the decay 10⁻³", prose("recipes")).groups()
     chosen = Results.of(TASKS["resnet20-cifar10"], ROOT / "results" / "race").best("C-Nesterov")["settings"]
     assert [*map(float, settings), 1e-3] == [chosen["lr"], chosen["relative_damping"], chosen["decay"]]
