@@ -1,0 +1,436 @@
+"""Can it be told from the steps that the bound shortens that a learning rate is too high?
+
+    export OMP_NUM_THREADS=1 PYTHONPATH=src
+    python -m benchmarks.defaults.shortened run --seeds 0 1    # about half an hour on one core
+    python -m benchmarks.defaults.shortened judge
+
+A user took C-SGD at the advised rate for a network with five residual blocks. It ended six times worse than plain SGD,
+and with a third of the rate twenty times better. The bound had shortened 17 % of the updates, which is counted, but who
+looks at a counter? Should there be a warning?
+
+Each run is a line of JSON in ``--results`` (default: runs/shortened.jsonl), with the layers that were shortened at each
+step. A run whose line is there is not repeated. The runs that were made are kept in results/shortened.jsonl.gz.
+
+Fixed before any of these runs (but not before the user's own were known, nor before trial runs of the residual networks
+below, C-SGD alone, in which a run at 0.1 ended 17 times worse than at 0.03 with 0.3 % of its updates shortened):
+
+* Runs: C-SGD, C-Momentum and C-Nesterov with the defaults, ρ = 0.1 and a bound of 0.2, on the 16 tasks. Rates are those
+  of a ladder 0.001, 0.003, 0.01, …: the best one of the search without a bound, one place below it, one and two above,
+  and the one that the README advises. Two seeds. For the residual networks, which were not searched, five rates.
+* The *best* run is the one with the lowest final loss of those that differ in their rate alone. A run is *good* if its
+  final loss is at most 1.2 times that, and *bad* if its rate is higher and its loss at least twice that, or if it
+  diverged. Others are neither. (In classification a loss below 0.002 counts as 0.002.)
+* Rules: after the first F steps (0, 50, 100) windows of K steps (20, 50, 100) are looked at one after the other. There
+  is an alarm where in one of them the share of updates that were shortened (layers × steps) is above s (from 0.5 % to
+  90 %). Beside that, the same with the share of the layer that is shortened most; it has to be counted by layer,
+  which costs more, and is taken only if it finds at least a tenth more of the bad runs.
+* Choice, on every other task of the list: of the rules with an alarm in at most 5 % of the good runs, the one with
+  alarms in most of the bad ones; then the one with fewer alarms in good ones, the higher s, the larger K, the larger F.
+* Check, on the other tasks: at most 5 % of the good runs and at least half of the bad ones. Otherwise there will be no
+  warning. The residual networks are looked at apart: they are what the question came from.
+* Told as well: alarms at rates below the best one, where the advice to take a lower rate would be wrong; and how many
+  of the runs with an alarm did better with the next lower rate that was run.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+import torch
+from torch import Tensor, nn
+
+import consequent
+from benchmarks.defaults import study
+from benchmarks.defaults.contestants import KNOWN
+from benchmarks.defaults.task import Task, of, random_numbers, shuffled
+from benchmarks.defaults.tasks import TASKS
+from consequent.engines import step as engine
+from consequent.engines.bounding import Bounded
+from consequent.reports.errors import StandstillError
+
+SEARCHED = pathlib.Path(__file__).parents[2] / "results" / "defaults.jsonl.gz"
+DAMPING = "relative 0.1"
+LADDER = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+ADVISED = {"c-sgd": 0.1, "c-momentum": 0.03, "c-nesterov": 0.03}  # by the README
+RESIDUAL_RATES = {"c-sgd": (0.003, 0.01, 0.03, 0.1, 0.3)} | dict.fromkeys(
+    ("c-momentum", "c-nesterov"), (0.001, 0.003, 0.01, 0.03, 0.1)
+)
+
+FIRST = (0, 50, 100)  # F
+WINDOWS = (20, 50, 100)  # K
+SHARES = (0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)  # s
+GOOD, BAD = 1.2, 2.0  # times the best final loss
+MOST_FALSE, FEWEST_FOUND, WORTH_COUNTING_LAYERS = 0.05, 0.5, 0.1
+
+Record = dict[str, Any]
+
+
+# ---- the network of the user ------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A residual block of two dense layers, whose activation writes to its own inputs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, width)
+        self.activation = nn.SiLU(inplace=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[samples, width]`` to the same."""
+        return inputs + self.outer(self.activation(self.inner(inputs)))
+
+
+def residual(seed: int, batch: int, function: Callable[[Tensor, Tensor], Tensor]) -> Task:
+    """Three smooth functions of six numbers, by five residual blocks of width 48."""
+    generator = random_numbers(seed)
+    samples, columns, width = 2000, 6, 48
+    inputs = torch.randn(samples + 1000, columns, generator=generator)
+    mixed = [inputs @ torch.randn(columns, 3, generator=generator) / columns**0.5 for _ in range(2)]
+    targets = function(*mixed)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(columns, width), *(Block(width) for _ in range(5)), nn.Linear(width, 3))
+
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.mse_loss(model(inputs), targets)
+
+    return Task(
+        model,
+        shuffled(batch, inputs[:samples], targets[:samples], seed=seed),
+        loss,
+        steps=250,
+        measure=of(loss, inputs[:samples], targets[:samples]),
+        loss_reduction=lambda samples: samples * 3 / 2,
+        test=of(loss, inputs[samples:], targets[samples:]),
+    )
+
+
+def sines(first: Tensor, second: Tensor) -> Tensor:
+    """Waves along three directions."""
+    return torch.sin(first)
+
+
+def squares(first: Tensor, second: Tensor) -> Tensor:
+    """The same and parabolas along three others."""
+    return torch.sin(first) + 0.5 * second.square() - 0.5
+
+
+RESIDUAL: dict[str, Callable[[int], Task]] = {
+    f"residual-{function.__name__}-{batch}": lambda seed, batch=batch, function=function: residual(
+        seed, batch, function
+    )
+    for function in (sines, squares)
+    for batch in (64, 500)
+}
+ALL_TASKS = TASKS | RESIDUAL
+CHOOSING, CHECKING = tuple(TASKS)[::2], tuple(TASKS)[1::2]
+
+
+# ---- runs -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def noting_shortened(model: nn.Module, noted: list[set[int]]) -> Iterator[set[int]]:
+    """Add to ``noted`` for each step the weights that were shortened, by number; gives those that could have been."""
+    numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    bounded: set[int] = set()
+    shorten = engine.shorten
+
+    def watched(cases: Sequence[Bounded]) -> list[int | Tensor]:
+        before = [case.solution.scale for case in cases]
+        counts = shorten(cases)
+        of_cases = [numbers[id(case.solution.record.weight)] for case in cases]
+        bounded.update(of_cases)
+        changed = zip(of_cases, cases, before, strict=True)
+        noted.append({number for number, case, scale in changed if case.solution.scale != scale})
+        return counts
+
+    engine.shorten = watched
+    try:
+        yield bounded
+    finally:
+        engine.shorten = shorten
+
+
+def train(task_name: str, contestant: str, rate: float, seed: int) -> Record:
+    """The record of a run, with the layers that were shortened at each step as bits of a hexadecimal number."""
+    torch.set_num_threads(1)
+    task = ALL_TASKS[task_name](seed)
+    optimizer = KNOWN[contestant].optimiser(task.model, rate)
+    correction = consequent.attach(optimizer, task.model, loss_reduction=task.loss_reduction)
+    started = time.process_time()
+    initial = study.measured(task, task.measure)
+    assert initial is not None
+    noted: list[set[int]] = []
+    with warnings.catch_warnings(), noting_shortened(task.model, noted) as bounded:
+        warnings.simplefilter("ignore", consequent.ConsequentWarning)
+        for step in range(1, task.steps + 1):
+            optimizer.zero_grad()
+            task.loss(*next(task.batches)).backward()
+            with contextlib.suppress(StandstillError):
+                optimizer.step()
+            if task.after_step is not None:
+                task.after_step(step)
+    final = study.measured(task, task.measure)
+    layers = sorted(bounded)
+    counters = correction.counters
+    if not counters.skipped:
+        assert counters.bounded == sum(map(len, noted))
+    return {
+        "task": task_name,
+        "contestant": contestant,
+        "rate": rate,
+        "seed": seed,
+        "initial": initial,
+        "final": final,
+        "floor": task.floor,
+        "test": None if task.test is None else study.measured(task, task.test),
+        "diverged": final is None or final > 10 * initial,
+        "skipped": counters.skipped,
+        "layers": len(layers),
+        "shortened": " ".join(f"{sum(1 << layers.index(number) for number in step):x}" for step in noted),
+        "seconds": round(time.process_time() - started, 2),
+    }
+
+
+def rates_of(searched: study.Results, task: str, contestant: str) -> list[float]:
+    """The rates that are run."""
+    if task in RESIDUAL:
+        return list(RESIDUAL_RATES[contestant])
+    best = searched.best_rate(study.FULL, task, contestant, DAMPING) or LADDER[0]
+    place = LADDER.index(best)
+    return sorted({*LADDER[max(place - 1, 0) : place + 3], ADVISED[contestant]})
+
+
+def key_of(record: Record) -> tuple[Any, ...]:
+    return tuple(record[name] for name in ("task", "contestant", "rate", "seed"))
+
+
+def run(path: pathlib.Path, seeds: Sequence[int]) -> None:
+    """Make the runs that are not there yet."""
+    searched, results = study.Results(SEARCHED), Records(path)
+    missing = [
+        (task, contestant, rate, seed)
+        for seed in seeds
+        for task in (*RESIDUAL, *TASKS)
+        for contestant in ADVISED
+        for rate in rates_of(searched, task, contestant)
+        if (task, contestant, rate, seed) not in results.records
+    ]
+    started = time.perf_counter()
+    results.append({"command": f"run {' '.join(map(str, seeds))}"} | study.provenance())
+    for done, wanted in enumerate(missing, 1):
+        results.append(train(*wanted))
+        if done % 20 == 0 or done == len(missing):
+            print(f"{done} of {len(missing)} after {time.perf_counter() - started:.0f} s", flush=True)
+
+
+class Records:
+    """Lines of JSON in a file, by what was run."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+        found = [json.loads(line) for line in study.lines_of(path)]
+        self.records = {key_of(record): record for record in found if "task" in record}
+
+    def append(self, record: Record) -> None:
+        """Write one more."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        if "task" in record:
+            self.records[key_of(record)] = record
+
+
+# ---- the verdict ------------------------------------------------------------------------------------------------
+
+
+class Rule(NamedTuple):
+    """An alarm where in a window of K steps, after the first F, more than this share was shortened."""
+
+    share: float
+    window: int
+    first: int
+    of_layer: bool  # the layer that is shortened most, instead of all updates
+
+    def __str__(self) -> str:
+        what = "of a layer's updates" if self.of_layer else "of all updates"
+        return f"more than {self.share:.1%} {what} in {self.window} steps, after the first {self.first}"
+
+
+RULES = [Rule(*numbers) for numbers in itertools.product(SHARES, WINDOWS, FIRST, (False, True))]
+
+
+def highest_share(record: Record, window: int, first: int, *, of_layer: bool) -> float:
+    """Of all windows the highest share of updates that were shortened, or of the layer that was shortened most."""
+    masks = [int(mask, 16) for mask in record["shortened"].split()]
+    highest = 0.0
+    for start in range(first, len(masks) - window + 1, window):
+        part = masks[start : start + window]
+        if of_layer:
+            count = max(sum(mask >> layer & 1 for mask in part) for layer in range(record["layers"]))
+            highest = max(highest, count / window)
+        else:
+            highest = max(highest, sum(mask.bit_count() for mask in part) / window / record["layers"])
+    return highest
+
+
+class Judged(NamedTuple):
+    """A run, and how it ended beside those that differ in their rate alone."""
+
+    record: Record
+    ratio: float  # to the best final loss
+    is_above: bool  # whether its rate is higher than the best one
+    is_below: bool
+    below_is_better: bool | None  # whether the next lower rate did better; None if there is none
+
+    @property
+    def is_good(self) -> bool:
+        """Whether an alarm would be false."""
+        return self.ratio <= GOOD
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether there should be an alarm."""
+        return self.is_above and self.ratio >= BAD
+
+
+def judged(records: Sequence[Record]) -> list[Judged]:
+    """All runs, each beside its like."""
+    found = []
+    alike: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        alike.setdefault((record["task"], record["contestant"], record["seed"]), []).append(record)
+    for group in alike.values():
+        group.sort(key=lambda record: record["rate"])
+        losses = [float("inf") if one["diverged"] else max(one["final"], one["floor"]) for one in group]
+        best = losses.index(min(losses))
+        for number, (record, loss) in enumerate(zip(group, losses, strict=True)):
+            better = None if number == 0 else losses[number - 1] < loss
+            found.append(Judged(record, loss / losses[best], number > best, number < best, better))
+    return found
+
+
+class Verdict(NamedTuple):
+    """How many runs of each kind there are, and in how many there is an alarm."""
+
+    rule: Rule
+    good: int
+    false: int
+    bad: int
+    found: int
+    below: int
+    misled: int
+    alarms: int
+    helped: int
+
+    @property
+    def false_share(self) -> float:
+        """Of the good runs."""
+        return self.false / max(self.good, 1)
+
+    @property
+    def found_share(self) -> float:
+        """Of the bad runs."""
+        return self.found / max(self.bad, 1)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rule}: alarms in {self.false} of {self.good} good runs ({self.false_share:.0%}), in {self.found} "
+            f"of {self.bad} bad ones ({self.found_share:.0%}), in {self.misled} of {self.below} below the best rate; "
+            f"a lower rate was better in {self.helped} of {self.alarms} with an alarm"
+        )
+
+
+def verdict(rule: Rule, runs: Sequence[Judged]) -> Verdict:
+    """Of a rule on these runs."""
+    alarms = [
+        one for one in runs if highest_share(one.record, rule.window, rule.first, of_layer=rule.of_layer) > rule.share
+    ]
+    return Verdict(
+        rule,
+        sum(one.is_good for one in runs),
+        sum(one.is_good for one in alarms),
+        sum(one.is_bad for one in runs),
+        sum(one.is_bad for one in alarms),
+        sum(one.is_below for one in runs),
+        sum(one.is_below for one in alarms),
+        len(alarms),
+        sum(bool(one.below_is_better) for one in alarms),
+    )
+
+
+def chosen(verdicts: Sequence[Verdict]) -> Verdict | None:
+    """The rule that finds most of the bad runs, of those with few enough false alarms."""
+    allowed = [one for one in verdicts if one.false_share <= MOST_FALSE]
+    of_all, of_layer = ([one for one in allowed if one.rule.of_layer is kind] for kind in (False, True))
+
+    def order(one: Verdict) -> tuple[float, ...]:
+        return one.found, -one.false, one.rule.share, one.rule.window, one.rule.first
+
+    best, other = max(of_all, key=order, default=None), max(of_layer, key=order, default=None)
+    if best is None or other is None:
+        return best or other
+    return other if other.found_share >= best.found_share + WORTH_COUNTING_LAYERS else best
+
+
+def judge(path: pathlib.Path) -> None:
+    """Choose a rule and check it."""
+    runs = judged(list(Records(path).records.values()))
+    parts = {"choosing": CHOOSING, "checking": CHECKING, "residual": tuple(RESIDUAL)}
+    of_parts = {part: [one for one in runs if one.record["task"] in tasks] for part, tasks in parts.items()}
+    verdicts = [verdict(rule, of_parts["choosing"]) for rule in RULES]
+    choice = chosen(verdicts)
+    if choice is None:
+        print("No rule has few enough false alarms.")
+        return
+    print("The rule that was chosen:")
+    for part, its in of_parts.items():
+        print(f"- {part}: {verdict(choice.rule, its)}")
+    checked = verdict(choice.rule, of_parts["checking"])
+    passed = checked.false_share <= MOST_FALSE and checked.found_share >= FEWEST_FOUND
+    print("It passed." if passed else "It failed.")
+    print("\nFor each share, window and beginning, all updates (choosing; checking; residual: false % / found %):\n")
+    for rule in RULES:
+        cells = [verdict(rule, its) for its in of_parts.values()]
+        numbers = "; ".join(f"{cell.false_share:.1%} / {cell.found_share:.1%}" for cell in cells)
+        print(f"{'layer' if rule.of_layer else 'all'} s={rule.share:g} K={rule.window} F={rule.first}: {numbers}")
+    print("\nMedian share of shortened updates over a whole run, by how it ended (all tasks):")
+    kinds: dict[str, Callable[[Judged], bool]] = {
+        "good": lambda one: one.is_good,
+        "neither": lambda one: not one.is_good and not one.is_bad,
+        "bad": lambda one: one.is_bad,
+    }
+    for kind, is_it in kinds.items():
+        whole = [
+            highest_share(one.record, len(one.record["shortened"].split()), 0, of_layer=False)
+            for one in runs
+            if is_it(one)
+        ]
+        print(f"- {kind}: {len(whole)} runs, quartiles {[round(q, 3) for q in statistics.quantiles(whole)]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=("run", "judge"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("runs/shortened.jsonl"))
+    arguments = parser.parse_args()
+    if arguments.stage == "run":
+        run(arguments.results, arguments.seeds)
+    else:
+        judge(arguments.results)
+
+
+if __name__ == "__main__":
+    main()
