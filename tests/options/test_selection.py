@@ -280,3 +280,31 @@ def test_repr_says_what_the_bound_does(name):
     half_squares(model(torch.randn(5, 3))).backward()
     optimizer.step()
     assert (correction.counters.bounded > 0) == ("off" not in line)
+
+
+@pytest.mark.usefixtures("bounded")
+def test_repr_says_which_share_of_the_updates_the_bound_has_shortened():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    correction = consequent.attach(optimizer, model)
+    inputs = torch.randn(5, 3)
+
+    def step(rate):
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        half_squares(model(inputs)).backward()
+        optimizer.step()
+        return [line for line in repr(correction).splitlines() if "has shortened" in line]
+
+    assert step(1e-4) == []
+    (line,) = step(100.0)
+    assert correction.counters.bounded == 2  # of four
+    assert "the bound has shortened about 50.0% of all updates. If the loss does not fall" in line
+    (line,) = step(1e-4)
+    assert "about 33.3% of all updates" in line
+    resumed = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    optimizer_of_it = torch.optim.SGD(resumed.parameters(), lr=0.1)
+    other = consequent.attach(optimizer_of_it, resumed)
+    other.load_state_dict(correction.state_dict())
+    assert line in repr(other)

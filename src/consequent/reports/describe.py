@@ -22,6 +22,7 @@ _WHY_NOT_AVERAGED = (
     "solved for batch by batch, as are recurrent layers, attention, embeddings, and of the layers with fewer samples "
     f"than inputs those with more than {WIDEST:,} inputs (all of them where averaging is 0)"
 )
+_IF_SHORTENED = "If the loss does not fall as it should, try a third of the learning rate; if it does, leave it"
 
 
 def describe(
@@ -149,6 +150,10 @@ def _notes(correction: "Consequentialism", groups: Groups, divisor: float | None
         )
     counters = correction.counters
     notes.append("  counters: " + ", ".join(f"{name} {count}" for name, count in asdict(counters).items()))
+    if counters.bounded:
+        updates = (counters.steps - counters.skipped) * len(_trained_weights(correction))
+        share = f"about {min(counters.bounded / updates, 1):.1%} of all updates" if updates > 0 else "some updates"
+        notes.append(f"  the bound has shortened {share}. {_IF_SHORTENED}")
     if counters.skipped:
         notes.append(f"  NaN or inf was met in {counters.skipped} steps, which were skipped. {REMEDY}")
     if divisor is not None:
@@ -191,7 +196,12 @@ def _why_unbounded(correction: "Consequentialism") -> str | None:
     why = why_unbounded(correction.at, correction.optimizers)
     if why is not None:
         return why
-    trained = [layer for layer in correction.corrected.values() if any(p.requires_grad for p in layer.parameters())]
-    if len({weight for layer in trained for weight in _weights_of(layer)}) < 2:
+    if len(_trained_weights(correction)) < 2:
         return "where one weight alone is corrected, which lands where it should"
     return None
+
+
+def _trained_weights(correction: "Consequentialism") -> set[Any]:
+    """What the solves of a step are known by."""
+    trained = [layer for layer in correction.corrected.values() if any(p.requires_grad for p in layer.parameters())]
+    return {weight for layer in trained for weight in _weights_of(layer)}
