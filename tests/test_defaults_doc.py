@@ -79,7 +79,8 @@ def test_the_tables_are_those_of_the_summary(judge):
     for table in tables:
         assert "missing" not in table
         assert table in PAGE, table
-    assert sum(table.count("\n") + 1 for table in tables) == sum(line.startswith("|") for line in PAGE.splitlines())
+    page, _ = PAGE.split("## Do shortened steps")  # of which benchmarks/test_shortened.py looks at the tables
+    assert sum(table.count("\n") + 1 for table in tables) == sum(line.startswith("|") for line in page.splitlines())
 
 
 def test_what_is_said_of_the_damping(judge):
