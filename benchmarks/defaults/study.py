@@ -13,7 +13,7 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -143,13 +143,13 @@ def measured(task: Task, measure: Callable[[], torch.Tensor]) -> float | None:
     return value
 
 
-def train(run: Run) -> Record:
+def train(run: Run, tasks: Mapping[str, Callable[[int], Task]] = TASKS) -> Record:
     """The record of a run: what it was, its final loss, ten points on the way, and how long it took.
 
     Seconds are the processor's, so that other processes do not count.
     """
     torch.set_num_threads(1)
-    task = TASKS[run.task](run.seed)
+    task = tasks[run.task](run.seed)
     contestant = KNOWN[run.contestant]
     optimizer = contestant.optimiser(task.model, run.rate)
     correction = None

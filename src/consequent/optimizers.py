@@ -71,8 +71,8 @@ class _Consequentialist(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         correction = self.correction
-        now = {"loss_reduction": correction.loss_reduction, "check": correction.check, "bound": correction.bound}
-        options = {**self._options, **now}
+        now = {"loss_reduction": correction.loss_reduction, "check": correction.check}
+        options = {**self._options, **now, "bound": correction.bound, "promise": correction.promise}
         own = {"damping": self._damping, "options": options, "model": correction.model}
         own |= {"correction_state": correction.state_dict(), "is_attached": correction.optimizer is not None}
         return super().__getstate__() | own
@@ -129,6 +129,7 @@ class CSGD(_Consequentialist, SGD):
         refresh: T: every how many steps that average is refreshed.
         largest_block: B: wider layers are solved for in blocks of so many features; None: each as a whole.
         bound: by what fraction of their size a step may change a layer's outputs; None: by any.
+        promise: how much of the loss a step of SGD may promise to take away; None: any.
         check: raise on NaN, inf or a failed factorisation.
         foresight: keep what ``optimizer.correction.foresight()`` needs.
         process_group: the ranks that train this model together.
@@ -169,6 +170,7 @@ class CSGD(_Consequentialist, SGD):
         refresh: int = 1,
         largest_block: int | None = None,
         bound: float | None = BOUND,
+        promise: float | None = None,
         check: bool = False,
         foresight: bool = False,
         process_group: "ProcessGroup | None" = None,
@@ -205,6 +207,7 @@ class CAdam(_Consequentialist, Adam):
         refresh: T: every how many steps that average is refreshed.
         largest_block: B: wider layers are solved for in blocks of so many features; None: each as a whole.
         bound: by what fraction of their size a step may change a layer's outputs; None: by any.
+        promise: how much of the loss a step of SGD may promise to take away; None: any.
         check: raise on NaN, inf or a failed factorisation.
         foresight: keep what ``optimizer.correction.foresight()`` needs.
         process_group: the ranks that train this model together.
@@ -238,6 +241,7 @@ class CAdam(_Consequentialist, Adam):
         refresh: int = 1,
         largest_block: int | None = None,
         bound: float | None = BOUND,
+        promise: float | None = None,
         check: bool = False,
         foresight: bool = False,
         process_group: "ProcessGroup | None" = None,
@@ -273,6 +277,7 @@ class CAdamW(_Consequentialist, AdamW):
         refresh: T: every how many steps that average is refreshed.
         largest_block: B: wider layers are solved for in blocks of so many features; None: each as a whole.
         bound: by what fraction of their size a step may change a layer's outputs; None: by any.
+        promise: how much of the loss a step of SGD may promise to take away; None: any.
         check: raise on NaN, inf or a failed factorisation.
         foresight: keep what ``optimizer.correction.foresight()`` needs.
         process_group: the ranks that train this model together.
@@ -305,6 +310,7 @@ class CAdamW(_Consequentialist, AdamW):
         refresh: int = 1,
         largest_block: int | None = None,
         bound: float | None = BOUND,
+        promise: float | None = None,
         check: bool = False,
         foresight: bool = False,
         process_group: "ProcessGroup | None" = None,
@@ -340,6 +346,7 @@ class CRMSprop(_Consequentialist, RMSprop):
         refresh: T: every how many steps that average is refreshed.
         largest_block: B: wider layers are solved for in blocks of so many features; None: each as a whole.
         bound: by what fraction of their size a step may change a layer's outputs; None: by any.
+        promise: how much of the loss a step of SGD may promise to take away; None: any.
         check: raise on NaN, inf or a failed factorisation.
         foresight: keep what ``optimizer.correction.foresight()`` needs.
         process_group: the ranks that train this model together.
@@ -372,6 +379,7 @@ class CRMSprop(_Consequentialist, RMSprop):
         refresh: int = 1,
         largest_block: int | None = None,
         bound: float | None = BOUND,
+        promise: float | None = None,
         check: bool = False,
         foresight: bool = False,
         process_group: "ProcessGroup | None" = None,

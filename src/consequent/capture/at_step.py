@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from consequent.capture.loss_values import LossValues
 from consequent.capture.records import Record
 from consequent.capture.separate_scales import note_sizes
 from consequent.capture.torch_internals import (
@@ -75,6 +76,7 @@ class StepCorrector:
         self.records: dict[Tensor, Record] = {}
         self._lock = threading.RLock()
         self.is_shared_out = False  # with other ranks, whose inputs are still to come at the step
+        self.losses: LossValues | None = None  # of the passes, where somebody asks for them
         self._weights: set[Tensor] = set()
         self._damping_of = damping_of
         self._largest_block_of = largest_block_of
@@ -215,6 +217,9 @@ class StepCorrector:
             running = self._running[backward_pass] = {}
             self._threads[backward_pass] = callers_of_backward()
             after_backward(partial(self._backward_pass_ended, backward_pass))
+            if self.losses is not None:
+                self.losses.forget_but(self._pass_ids())
+                self.losses.look(backward_pass)
         if record not in running:
             # A pass may run inside another (reentrant checkpointing): the outer one's uses are not in .grad yet.
             if len(self._running) == 1 or not any(record in others for others in self._running.values()):
@@ -240,6 +245,8 @@ class StepCorrector:
         self._threads.pop(backward_pass, None)
         for record in records:
             record.mark_accumulated()
+        if self.losses is not None:
+            self.losses.note_sizes(records)
         note_sizes(
             record
             for record in records
@@ -312,6 +319,13 @@ class StepCorrector:
             else:
                 found.append(record)
         return found
+
+    def loss(self) -> float | Tensor | None:
+        """The loss whose gradient is in ``.grad``, where it was looked at and is known."""
+        return None if self.losses is None else self.losses.total(self._pass_ids())
+
+    def _pass_ids(self) -> set[int]:
+        return {backward_pass for record in self.records.values() for backward_pass, _ in record.passes}
 
     def passes(self) -> list[set[Entry]]:
         """The backward passes whose gradients are in ``.grad``, each with the entries that took part in it."""

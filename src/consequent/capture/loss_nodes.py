@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.autograd.graph import Node
 
 # Operations that only change the shape or the type.
@@ -33,21 +34,39 @@ class Started(NamedTuple):
 
 def started_passes() -> list[Started]:
     """What the calls of backward() under way began with; on a GPU these are of another thread."""
-    return [started for innermost in sys._current_frames().values() for started in _started_around(innermost)]
+    calls = [call for innermost in sys._current_frames().values() for call in _calls_around(innermost)]
+    nodes = [(getattr(loss, "grad_fn", None), given is not None) for losses, given in calls for loss in losses]
+    return [Started(node, with_gradient) for node, with_gradient in nodes if node is not None]
 
 
-def _started_around(innermost: FrameType) -> list[Started]:
-    """The same for one thread. No frame is held in the end: it would keep itself alive, and the graph with it."""
-    found: list[Started] = []
+def losses_in(thread: int) -> list[tuple[Tensor, Tensor | None]]:
+    """The losses that the outermost backward() of a thread is for, and the gradients that were given of them.
+
+    A backward() inside of another (reentrant checkpointing) is a part of that. None: there is none of it.
+    """
+    innermost = sys._current_frames().get(thread)
+    calls = [] if innermost is None else _calls_around(innermost)
+    del innermost
+    if not calls:
+        return []
+    losses, given = calls[-1]
+    gradients = list(given) if isinstance(given, tuple | list) else [given] * len(losses)
+    return list(zip(losses, gradients, strict=True))
+
+
+def _calls_around(innermost: FrameType) -> list[tuple[list[Any], Any]]:
+    """What the calls of backward() that a thread is in were given, the innermost first: losses, and gradients of them.
+
+    No frame is held in the end: it would keep itself alive, and the graph with it.
+    """
+    found: list[tuple[list[Any], Any]] = []
     frame: FrameType | None = innermost
     del innermost
     while frame is not None:
         if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == "torch.autograd":
             tensors: Any = frame.f_locals.get("tensors", ())
-            losses = tensors if isinstance(tensors, tuple | list) else [tensors]
-            given: Any = frame.f_locals.get("grad_tensors")
-            nodes = [getattr(loss, "grad_fn", None) for loss in losses]
-            found += [Started(node, given is not None) for node in nodes if node is not None]
+            losses = list(tensors) if isinstance(tensors, tuple | list) else [tensors]
+            found.append((losses, frame.f_locals.get("grad_tensors")))
         frame = frame.f_back
     return found
 

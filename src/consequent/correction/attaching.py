@@ -31,6 +31,7 @@ def attach(
     refresh: int = 1,
     largest_block: int | None = None,
     bound: float | None = BOUND,
+    promise: float | None = None,
     check: bool = False,
     foresight: bool = False,
     process_group: "ProcessGroup | None" = None,
@@ -55,6 +56,7 @@ def attach(
         refresh: T: every how many steps that average is refreshed.
         largest_block: B: wider layers are solved for in blocks of so many features; None: each as a whole.
         bound: by what fraction of their size a step may change a layer's outputs; None: by any.
+        promise: how much of the loss a step of SGD may promise to take away; None: any.
         check: raise on NaN, inf or a failed factorisation.
         foresight: keep what :meth:`Consequentialism.foresight` needs.
         process_group: the ranks that train this model together.

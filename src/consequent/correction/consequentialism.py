@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from consequent.capture.at_backward import BackwardCorrector
 from consequent.capture.at_step import StepCorrector
 from consequent.capture.capture import Capture, Corrector
+from consequent.capture.loss_values import LossValues
 from consequent.capture.loss_watch import LossWatch
 from consequent.capture.torch_internals import backward_pass_id
 from consequent.correction.backward_passes import BackwardPasses
@@ -36,9 +37,11 @@ from consequent.options.settings import (
     check_bound,
     check_largest_block,
     check_loss_reduction,
+    check_promise,
     check_what_needs_the_step,
     refuse_averaged_blocks,
     refuse_bound_in_vain,
+    refuse_promise_in_vain,
     refuse_shared_blocks,
 )
 from consequent.ranks.traffic import Traffic
@@ -89,6 +92,10 @@ class Consequentialism:
             proportional to the gradient, with ``at="step"``, and where more than one layer is corrected; others are
             left alone, and so are several optimisers that are attached together: a bound of your own is refused there.
             What it shortens is counted (``counters.bounded``). None: no bound, as in the paper.
+        promise: π: how much of the loss one step may promise to take away, to first order; 1 is all of it. A step that
+            promises more is shortened, all layers alike, so that the learning rate may be far too high (1 for SGD, 0.1
+            with momentum 0.9). For losses that can come close to zero and never below it, as mean squares and
+            cross-entropies, and where ``bound`` is; on one rank. Counted (``counters.promised``). None: no limit.
         check: raise on NaN, inf or a failed factorisation instead of counting it. On a GPU this waits for the device.
         foresight: keep what :meth:`foresight` needs. Costs memory and time.
         process_group: the ranks that train this model together, whose inputs are all taken into account. None: those
@@ -118,6 +125,7 @@ class Consequentialism:
         refresh: int = 1,
         largest_block: int | None = None,
         bound: float | None = BOUND,
+        promise: float | None = None,
         check: bool = False,
         foresight: bool = False,
         process_group: "ProcessGroup | None" = None,
@@ -128,6 +136,7 @@ class Consequentialism:
         chosen = Damping.chosen(damping, relative_damping)
         check_loss_reduction(loss_reduction)
         check_bound(bound)
+        check_promise(promise)
         check_averaging(averaging, refresh, at=at, foresight=foresight)
         check_largest_block(largest_block)
         check_what_needs_the_step(at, foresight=foresight, process_group=process_group, across_ranks=across_ranks)
@@ -169,6 +178,7 @@ class Consequentialism:
             parts, model, across_ranks=across_ranks, foresight=foresight, settings=self._agreed_settings
         )
         self._stepping = Stepping(parts, at, first_step, self._together, self._notice_new_parameters)
+        self._limit_promise(promise)
         if process_group is not None:
             try:
                 self._together.join(process_group)
@@ -200,6 +210,7 @@ class Consequentialism:
         if self.optimizer is not None:
             raise RuntimeError(f"already attached to {names_of(self.optimizers)}; detach() first")
         refuse_bound_in_vain(self.bound, self.at, optimizers)
+        refuse_promise_in_vain(self.promise, self.at, optimizers)
         mine = self._territory.checked(optimizers, foresight=self.keeps_foresight)
         for group in [group for one in optimizers for group in one.param_groups]:
             damping_in(group)  # raises now, not at the first step
@@ -357,6 +368,22 @@ class Consequentialism:
         self._rewriter.bound = bound
 
     @property
+    def promise(self) -> float | None:
+        """π: how much of the loss one step may promise to take away; None: any. May be set."""
+        return self._rewriter.promise
+
+    @promise.setter
+    def promise(self, promise: float | None) -> None:
+        check_promise(promise)
+        refuse_promise_in_vain(promise, self.at, self.optimizers)
+        self._limit_promise(promise)
+
+    def _limit_promise(self, promise: float | None) -> None:
+        losses = self._parts.corrector.losses
+        self._rewriter.promise = promise
+        self._parts.corrector.losses = None if promise is None else losses or LossValues()
+
+    @property
     def check(self) -> bool:
         """Whether NaN, inf and failed factorisations raise. May be set."""
         return self._reports.check
@@ -390,7 +417,7 @@ class Consequentialism:
         averages = self._rewriter.averages
         settings = {"loss_reduction": repr(named(self.loss_reduction)), "check": str(self.check)}
         settings |= {"averaging": str(averages.averaging), "refresh": str(averages.refresh)}
-        return settings | {"bound": str(self.bound)}
+        return settings | {"bound": str(self.bound), "promise": str(self.promise)}
 
     # ---- looking ------------------------------------------------------------------------------------------------
 

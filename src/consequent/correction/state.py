@@ -9,7 +9,13 @@ from consequent.correction.layers import weights_of
 from consequent.correction.parts import Parts
 from consequent.maths.bound import DEFAULT as BOUND
 from consequent.maths.damping import Damping
-from consequent.options.settings import check_bound, check_largest_block, refuse_averaged_blocks
+from consequent.options.settings import (
+    check_bound,
+    check_largest_block,
+    check_promise,
+    refuse_averaged_blocks,
+    refuse_promise_in_vain,
+)
 from consequent.reports.counters import Counters
 from consequent.reports.errors import ConsequentWarning
 
@@ -30,6 +36,7 @@ def state_of(correction: "Consequentialism", parts: Parts) -> dict[str, Any]:
         "damping": correction.damping if is_chosen else None,
         "relative_damping": correction.relative_damping if is_chosen else None,
         "bound": correction.bound,
+        "promise": correction.promise,
         "largest_block": correction.largest_block,
         "loss_reduction": None if callable(reduction) else reduction,
         "counters": asdict(correction.counters),
@@ -49,6 +56,9 @@ def load(state: dict[str, Any], correction: "Consequentialism", parts: Parts) ->
     damping, averages = _damping_of(state), parts.rewriter.averages
     bound = state.get("bound")  # in the first version there was none
     check_bound(bound)
+    promise = state.get("promise", correction.promise)  # not in older states
+    check_promise(promise)
+    refuse_promise_in_vain(promise, correction.at, correction.optimizers)
     largest_block = state.get("largest_block", correction.largest_block)  # not in older states
     check_largest_block(largest_block)
     refuse_averaged_blocks(largest_block, averages)
@@ -69,6 +79,7 @@ def load(state: dict[str, Any], correction: "Consequentialism", parts: Parts) ->
     if damping is not None:
         parts.groups.change_default(damping)
     parts.rewriter.bound = bound  # also where it does nothing: earlier versions took any
+    correction.promise = promise
     correction.largest_block = largest_block
     parts.reports.restore(counters)
 

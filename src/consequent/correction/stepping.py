@@ -14,6 +14,7 @@ from consequent.capture.use import Entry
 from consequent.correction.first_step import FirstStep
 from consequent.correction.parts import Parts
 from consequent.correction.together import Together
+from consequent.engines.promising import Promise
 from consequent.foresight import Foresight
 from consequent.maths.precision import in_full_precision
 from consequent.options.loss_divisor import sum_over_ranks
@@ -130,8 +131,24 @@ class Stepping:
         def seen(samples: int) -> float:
             return self._divisor_on_all_ranks(passes)
 
+        promise = self._promise() if bounded else None
         with in_one_unit(self._corrector.records.values()):
-            return self._rewriter.rewrite(seen if self._loss.is_seen else self._loss.reduction, passes, bounded=bounded)
+            reduction = seen if self._loss.is_seen else self._loss.reduction
+            is_taken = self._rewriter.rewrite(reduction, passes, bounded=bounded)
+        if is_taken:
+            if promise is not None:
+                self._parts.reports.add("promised", promise.keep())
+            self._rewriter.note_corrected()
+        return is_taken
+
+    def _promise(self) -> Promise | None:
+        """What the step promises, if that is limited; one layer alone lands where it should."""
+        most, losses = self._rewriter.promise, self._corrector.losses
+        records = [record for record in self._corrector.records.values() if not record.is_empty]
+        if most is None or losses is None or len(records) < 2:
+            return None
+        parameters = [p for record in records for p in record.members]
+        return Promise(parameters, self._groups.rate_in_the_long_run, losses, self._corrector.loss(), most)
 
     def _divisor_on_all_ranks(self, passes: list[set[Entry]]) -> float:
         """What was seen of the loss, on all ranks together, who ask this together."""

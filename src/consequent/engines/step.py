@@ -33,6 +33,7 @@ from consequent.reports.guards import (
     refuse_capture_of_averages,
     refuse_capture_of_ranks,
     refuse_corrected_before,
+    refuse_promise_of_ranks,
     uncaptured_layers,
 )
 from consequent.reports.reports import Reports, shown
@@ -69,6 +70,7 @@ class Rewriter:
         self._reports = reports
         self._keeps_foresight = foresight
         self.bound = bound  # β
+        self.promise: float | None = None  # π
         self.averages = averages
         self._watch: Watch | None = None
         self._filled: list[Record] = []  # what there is to do, on this rank
@@ -100,6 +102,7 @@ class Rewriter:
                 refuse_capture_of_averages()
             if self.exchange is not None:
                 refuse_capture_of_ranks()
+                refuse_promise_of_ranks(self.promise)
                 for record in records:
                     for use in record.uses:
                         use.refuse_overwritten_inputs()
@@ -161,8 +164,6 @@ class Rewriter:
                 engine.write(its, outcome)
             self._reports.step_taken()
             self.averages.step_taken()
-            if self._watch is not None:
-                self._watch.note_corrected()
             for record in records:
                 if record.stands_for is None:
                     record.mark_corrected([p for p in record.members if p.grad is not None])
@@ -174,6 +175,11 @@ class Rewriter:
             self._filled = []
             self._steps += 1
             self._corrector.clear()
+
+    def note_corrected(self) -> None:
+        """The gradients in ``.grad`` are those that the step will be taken with."""
+        if self._watch is not None:
+            self._watch.note_corrected()
 
     def _name(self, record: Record) -> str:
         return self._capture.names[record.first_use.layer]

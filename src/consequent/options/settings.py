@@ -34,6 +34,7 @@ class Options(TypedDict, total=False):
     refresh: int
     largest_block: int | None
     bound: float | None
+    promise: float | None
     check: bool
     foresight: bool
     process_group: "ProcessGroup | None"
@@ -88,6 +89,12 @@ def check_bound(bound: float | None) -> None:
         check_positive("bound", bound, "0.2 is usual, None is no bound")
 
 
+def check_promise(promise: float | None) -> None:
+    """Raise unless it is a fraction of the loss, or None: no limit."""
+    if promise is not None:
+        check_positive("promise", promise, "1 is all of the loss, None is no limit")
+
+
 def why_unbounded(at: str, optimizers: Sequence[Optimizer]) -> str | None:
     """Why no bound does anything for these optimisers, where none does."""
     if at == "backward":
@@ -108,6 +115,13 @@ def refuse_bound_in_vain(bound: float | None, at: str, optimizers: Sequence[Opti
             f"bound={bound!r} would do nothing {why}. Leave bound= out, or say bound=None; a lower learning rate makes "
             "any optimiser's steps shorter"
         )
+
+
+def refuse_promise_in_vain(promise: float | None, at: str, optimizers: Sequence[Optimizer]) -> None:
+    """Raise if what a step promises is to be limited, and that would do nothing for these optimisers."""
+    why = why_unbounded(at, optimizers)
+    if why is not None and promise is not None:
+        raise ValueError(f"promise={promise!r} would do nothing {why}. Leave promise= out")
 
 
 def refuse_averaged_blocks(largest_block: int | None, averages: "Averages") -> None:

@@ -20,6 +20,7 @@ class Counters:
         edited: gradients on the sample side that were no multiple of ``ΔZ Xᵀ`` any more at the step. They were used as
             they are, shortened until they cannot overshoot. The feature side takes any gradient, and does not look.
         bounded: gradients of layers that were shortened, as they would have changed the outputs by more than ``bound``.
+        promised: steps that were shortened, as they promised more than the fraction ``promise`` of the loss.
     """
 
     steps: int = 0
@@ -28,6 +29,7 @@ class Counters:
     fallen_back: int = 0
     edited: int = 0
     bounded: int = 0
+    promised: int = 0
 
 
 NAMES = tuple(field.name for field in fields(Counters))

@@ -100,6 +100,8 @@ def _heading(correction: "Consequentialism", groups: Groups) -> str:
         settings.append(f"largest_block={correction.largest_block}")
     if correction.bound is None or _why_unbounded(correction) is None:
         settings.append(f"bound={correction.bound}")
+    if correction.promise is not None:
+        settings.append(f"promise={correction.promise:g}")
     return f"Consequentialism({', '.join(settings)}), {where}"
 
 
@@ -143,6 +145,8 @@ def _notes(correction: "Consequentialism", groups: Groups, divisor: float | None
         why_off = _why_unbounded(correction)
         limit = f"one step of SGD changes a layer's outputs by at most {correction.bound:g} of the size of its inputs"
         notes.append(f"  bound: {limit}" if why_off is None else f"  bound: off {why_off}")
+    if correction.promise is not None:
+        notes.append(f"  promise: one step takes at most {correction.promise:g} of the loss away, to first order")
     norms = sum(isinstance(module, _BatchNorm) for module in correction.model.modules())
     if norms:
         notes.append(

@@ -153,6 +153,15 @@ def refuse_capture_of_ranks() -> None:
         )
 
 
+def refuse_promise_of_ranks(promise: float | None) -> None:
+    """Raise if a step's promise is limited, on several ranks: each knows its own part of the loss."""
+    if promise is not None:
+        raise RuntimeError(
+            f"promise={promise:g}: the losses of several ranks are not added up; leave it out, or attach with "
+            "across_ranks=False"
+        )
+
+
 def refuse_uncaptured(
     capture: Capture, corrector: StepCorrector, owns: Callable[[Tensor], bool], listed: Container[str]
 ) -> None:
