@@ -5,8 +5,8 @@
 
 C-SGD and C-Nesterov with their defaults, without `promise` and with `promise=1`, on the 16 tasks and on the four
 residual networks of the study beside this one (`shortened.py`), at rates that go far beyond the advised ones; and plain
-SGD whose steps are limited by the same rule, Polyak's, as a control. Seeds 0, 1 and 2. With seed 100 all this was looked
-at before, in runs that are not kept; what follows was written down after those and before these:
+SGD whose steps are limited by the same rule, Polyak's, as a control. Seeds 0, 1 and 2. With seed 100 all this was
+looked at before, in runs that are not kept; what follows was written down after those and before these:
 
 - The *verdict* is that of the other studies: the geometric mean over tasks and seeds of the final loss divided by that
   of the better of plain SGD and Nesterov at the best rate of each task.

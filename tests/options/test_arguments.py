@@ -121,7 +121,7 @@ def attached():
         ("dampnig", "has no attribute 'dampnig' that can be set; did you mean damping?"),
         ("loss_reducton", "'loss_reducton'.*did you mean loss_reduction?"),
         ("Bound", "did you mean bound?"),
-        ("lr", "'lr' that can be set; those that can are damping, relative_damping, largest_block, bound, promise, check, loss"),
+        ("lr", "'lr' that can be set; those that can are .*, largest_block, bound, promise, check, loss"),
         ("at", "at of a Consequentialism cannot be changed any more.*attach anew with at=…"),
         ("averaging", "averaging of a .*cannot be changed"),
         ("foresight", "foresight of a .*cannot be changed"),

@@ -117,7 +117,7 @@ class StepCorrector:
         self.last_pass = backward_pass = backward_pass_id()
         weight = use.weight
         record = self._record_of(weight, weight.grad if use.trains_weight else use.key.grad, backward_pass)
-        record.note_pass(use, backward_pass)
+        self._note_pass(record, use, backward_pass)
         if record.statistic is not None:
             self._ahead.join_on(output_grad.device)  # an earlier use may be waiting to be reduced, or being reduced
         record.add(use, inputs, output_grad, idle=self._averages.is_idle(use))
@@ -156,7 +156,7 @@ class StepCorrector:
     def transpose_reached(self, use: Use, output_grad: Tensor, weight_grad: Tensor, node: Node) -> None:
         """The weight acts in ``Wᵀ ΔZ``, too."""
         record = self._record_of(use.weight, use.key.grad, backward_pass_id())
-        record.note_pass(use, backward_pass_id())
+        self._note_pass(record, use, backward_pass_id())
         record.beside.add_transposed(use.operation, output_grad, weight_grad)
 
     @_one_at_a_time
@@ -217,15 +217,19 @@ class StepCorrector:
             running = self._running[backward_pass] = {}
             self._threads[backward_pass] = callers_of_backward()
             after_backward(partial(self._backward_pass_ended, backward_pass))
-            if self.losses is not None:
-                self.losses.forget_but(self._pass_ids())
-                self.losses.look(backward_pass)
         if record not in running:
             # A pass may run inside another (reentrant checkpointing): the outer one's uses are not in .grad yet.
             if len(self._running) == 1 or not any(record in others for others in self._running.values()):
                 record.begin_backward_pass(grad)
             running[record] = None
         return record
+
+    def _note_pass(self, record: Record, use: Use, backward_pass: int) -> None:
+        """The use is in this pass; one that is part of another (reentrant checkpointing) counts as that."""
+        record.note_pass(use, backward_pass)
+        if self.losses is not None and record.passes[-1][0] not in self.losses:
+            self.losses.forget_but(self._pass_ids())
+            self.losses.look(record.passes[-1][0])
 
     def _backward_pass_ended(self, backward_pass: int) -> None:
         if self.is_shared_out:  # wrappers reduce the gradients in callbacks of their own: be behind them

@@ -1,8 +1,7 @@
 """How large the loss was whose gradient is in ``.grad``, and by what that gradient was multiplied since."""
 
-import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,36 +13,27 @@ if TYPE_CHECKING:
     from consequent.capture.records import Record
 
 
-class _Seen(NamedTuple):
-    """The loss of a backward pass.
-
-    Attributes:
-        loss: the tensor that the pass began with; gone when nobody else holds it.
-        value: a number, or on a GPU a tensor that is not waited for.
-    """
-
-    loss: "weakref.ref[Tensor]"
-    value: float | Tensor
-
-
 class LossValues:
     """The losses of backward passes, as these were called with them: times a scaler's factor, if there is one."""
 
     def __init__(self) -> None:
-        self._of: dict[int, list[_Seen]] = {}  # by pass
+        self._of: dict[int, float | Tensor | None] = {}  # by pass; None: not known
         self._sizes: dict[Tensor, Tensor] = {}  # of gradients, as the last pass left them
+
+    def __contains__(self, backward_pass: int) -> bool:
+        return backward_pass in self._of
 
     # ---- in backward passes -----------------------------------------------------------------------------------------
 
     def look(self, backward_pass: int) -> None:
-        """A pass has begun: what is it for?
+        """A pass is under way: what is it for?
 
         Args:
             backward_pass: the running one. Nothing is known of it where several threads may have called it.
         """
         threads = callers_of_backward()
-        if len(threads) == 1:
-            self._of[backward_pass] = [_seen(*given) for given in losses_in(*threads)]
+        losses = losses_in(*threads) if len(threads) == 1 else []
+        self._of[backward_pass] = _sum([_value(*given) for given in losses])
 
     def note_sizes(self, records: "Iterable[Record]") -> None:
         """A pass is over: how large are the gradients that it has left?"""
@@ -52,27 +42,13 @@ class LossValues:
 
     def forget_but(self, passes: set[int]) -> None:
         """Forget the losses of all other passes."""
-        self._of = {one: seen for one, seen in self._of.items() if one in passes}
+        self._of = {one: loss for one, loss in self._of.items() if one in passes}
 
     # ---- at the step ------------------------------------------------------------------------------------------------
 
     def total(self, passes: set[int]) -> float | Tensor | None:
-        """The sum of all losses of these passes; None where it is not known of each.
-
-        Passes that are parts of one backward() have one loss together.
-        """
-        if not passes or not all(self._of.get(one) for one in passes):
-            return None
-        counted: list[_Seen] = []
-        for one in passes:
-            for seen in self._of[one]:
-                loss = seen.loss()
-                if loss is None or not any(other.loss() is loss for other in counted):
-                    counted.append(seen)
-        total = counted[0].value
-        for seen in counted[1:]:
-            total = total + seen.value
-        return total
+        """The sum of the losses of these passes; None where it is not known of each."""
+        return _sum([self._of.get(one) for one in passes])
 
     def scaled_since(self, parameters: Sequence[Tensor]) -> list[float | Tensor]:
         """By what each of these parameters' gradients was multiplied since its pass: to unscale it, or to clip it.
@@ -86,9 +62,20 @@ class LossValues:
         return factors
 
 
-def _seen(loss: Tensor, gradient: Tensor | None) -> _Seen:
+def _value(loss: Tensor, gradient: Tensor | None) -> float | Tensor:
+    """A loss, times the gradient that was given of it: a number, or on a GPU a tensor that is not waited for."""
     value = loss.detach() if gradient is None else (loss.detach() * gradient.detach()).sum()
-    return _Seen(weakref.ref(loss), float(value) if answers_at_once(value) else value.reshape(()))
+    return float(value) if answers_at_once(value) else value.reshape(())
+
+
+def _sum(values: Sequence[float | Tensor | None]) -> float | Tensor | None:
+    """None where there is none, or one is not known."""
+    total: float | Tensor | None = None
+    for value in values:
+        if value is None:
+            return None
+        total = value if total is None else total + value
+    return total
 
 
 def _ratio(after: Tensor, before: Tensor) -> Tensor:
@@ -98,4 +85,7 @@ def _ratio(after: Tensor, before: Tensor) -> Tensor:
 def _sizes_of(parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     """The sums of the magnitudes in gradients that are dense."""
     dense = {p: p.grad.detach() for p in parameters if p.grad is not None and not p.grad.is_sparse}
-    return {p: grad.abs().sum(dtype=torch.float64 if grad.is_cpu else torch.float32) for p, grad in dense.items()}
+    if not dense:
+        return {}
+    dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in dense.values()) else torch.float32
+    return dict(zip(dense, torch._foreach_norm(list(dense.values()), 1, dtype=dtype), strict=True))

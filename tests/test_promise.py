@@ -1,0 +1,392 @@
+"""A step promises no more than the loss has (`promise=`): the weights' change, against what is computed by hand."""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.checkpoint import checkpoint
+
+import consequent
+from consequent.reports.guards import refuse_promise_of_ranks
+
+HIGH = 50.0  # a learning rate at which every step promises too much
+
+
+def network(*widths, seed=0):
+    torch.manual_seed(seed)
+    layers = [layer for i, o in itertools.pairwise(widths) for layer in (nn.Linear(i, o), nn.SiLU())]
+    return nn.Sequential(*layers[:-1]).double()
+
+
+def data(samples=9, inputs=5, outputs=3):
+    return torch.randn(samples, inputs).double(), torch.randn(samples, outputs).double()
+
+
+def stepped(model, backward, lr=HIGH, momentum=0.0, before_step=lambda model: None, **options):
+    """The model and its correction after one step."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    correction = consequent.attach(optimizer, model, **{"promise": 1.0, "bound": None} | options)
+    backward(model)
+    before_step(model)
+    optimizer.step()
+    return model, correction
+
+
+def promised(before, after, loss):
+    """What the step from one model to the other takes off the loss, to first order."""
+    gradients = torch.autograd.grad(loss(before), list(before.parameters()))
+    changes = [new - old for new, old in zip(after.parameters(), before.parameters(), strict=True)]
+    return -sum((gradient * change).sum() for gradient, change in zip(gradients, changes, strict=True)).item()
+
+
+def weights(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 12),
+    st.lists(st.integers(1, 8), min_size=3, max_size=5),
+    st.floats(0.1, 3),
+    st.sampled_from([0, 0.9]),
+)
+def test_a_step_promises_the_fraction_and_no_more(samples, widths, fraction, momentum):
+    model = network(*widths)
+    inputs, targets = data(samples, widths[0], widths[-1])
+
+    def loss(model):
+        return mse_loss(model(inputs), targets)
+
+    after, correction = stepped(
+        model, lambda one: loss(one).backward(), 1e6, momentum, promise=fraction, loss_reduction="mse"
+    )
+    assert correction.counters.promised == 1
+    in_the_long_run = promised(model, after, loss) / (1 - momentum)  # of which a step with momentum is a part
+    assert in_the_long_run == pytest.approx(fraction * loss(model).item(), rel=1e-6)
+
+
+def test_all_layers_are_shortened_alike_and_in_their_direction():
+    model = network(5, 7, 7, 3)
+    inputs, targets = data()
+
+    def backward(model):
+        mse_loss(model(inputs), targets).backward()
+
+    limited, _ = stepped(model, backward, loss_reduction="mse")
+    free, _ = stepped(model, backward, loss_reduction="mse", promise=None)
+    ratios = (weights(limited) - weights(model)) / (weights(free) - weights(model))
+    assert 0 < ratios[0] < 0.5
+    torch.testing.assert_close(ratios, ratios[0].expand_as(ratios), rtol=1e-6, atol=0)
+
+
+def test_a_step_that_promises_less_is_the_same_bit_for_bit():
+    model = network(5, 7, 3)
+    inputs, targets = data()
+
+    def backward(model):
+        mse_loss(model(inputs), targets).backward()
+
+    limited, correction = stepped(model, backward, lr=1e-4, loss_reduction="mse")
+    free, _ = stepped(model, backward, lr=1e-4, loss_reduction="mse", promise=None)
+    assert torch.equal(weights(limited), weights(free))
+    assert correction.counters.promised == 0
+
+
+def test_one_layer_alone_lands_where_it_should():
+    model = network(5, 3)
+    inputs, targets = data(samples=4)
+    after, correction = stepped(
+        model, lambda one: mse_loss(one(inputs), targets).backward(), lr=1.0, damping=1e-9, loss_reduction="mse"
+    )
+    torch.testing.assert_close(after(inputs), targets, rtol=1e-4, atol=1e-4)
+    assert correction.counters.promised == 0
+
+
+# ---- the same loss, said otherwise ------------------------------------------------------------------------------
+
+
+def halves(model, inputs, targets):
+    for part in (slice(None, 4), slice(4, None)):
+        (mse_loss(model(inputs[part]), targets[part], reduction="sum") / targets.numel()).backward()
+
+
+def thrown_away(model, inputs, targets):
+    (7 * mse_loss(model(2 * inputs), targets)).backward()
+    model.zero_grad()
+    mse_loss(model(inputs), targets).backward()
+
+
+def zeroed_in_place(model, inputs, targets):
+    (7 * mse_loss(model(2 * inputs), targets)).backward()
+    model.zero_grad(set_to_none=False)
+    mse_loss(model(inputs), targets).backward()
+
+
+def with_gradient(model, inputs, targets):
+    mse_loss(model(inputs), targets, reduction="none").mean(0).backward(torch.full((3,), 1 / 3).double())
+
+
+def two_losses(model, inputs, targets):
+    squares = (model(inputs) - targets).square() / targets.numel()
+    torch.autograd.backward([squares[:, :1].sum(), squares[:, 1:].sum()])
+
+
+def one_after_the_other(model, inputs, targets):
+    squares = (model(inputs) - targets).square() / targets.numel()
+    squares[:, :1].sum().backward(retain_graph=True)
+    squares[:, 1:].sum().backward()
+
+
+def recomputed_in_a_pass_of_its_own(model, inputs, targets):
+    hidden = checkpoint(model[:2], inputs.requires_grad_(), use_reentrant=True)
+    mse_loss(checkpoint(model[2:], hidden, use_reentrant=True), targets).backward()
+
+
+def recomputed(model, inputs, targets):
+    mse_loss(checkpoint(model, inputs, use_reentrant=False), targets).backward()
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        halves,
+        thrown_away,
+        zeroed_in_place,
+        with_gradient,
+        two_losses,
+        one_after_the_other,
+        recomputed,
+        recomputed_in_a_pass_of_its_own,
+    ],
+)
+def test_the_same_loss_said_otherwise_is_the_same_step(backward):
+    model = network(5, 7, 6, 3)
+    inputs, targets = data()
+    divisor = targets.numel() / 2
+    expected, _ = stepped(model, lambda one: mse_loss(one(inputs), targets).backward(), loss_reduction=divisor)
+    found, correction = stepped(model, lambda one: backward(one, inputs.clone(), targets), loss_reduction=divisor)
+    assert correction.counters.promised == 1
+    torch.testing.assert_close(weights(found), weights(expected))
+
+
+@pytest.mark.parametrize("factor", [1024.0, 0.01])
+def test_a_scaled_loss_is_the_same_step(factor):
+    model = network(5, 7, 3)
+    inputs, targets = data()
+
+    def unscale(model):
+        for parameter in model.parameters():
+            parameter.grad.div_(factor)
+
+    expected, _ = stepped(model, lambda one: mse_loss(one(inputs), targets).backward(), loss_reduction="mse")
+    found, correction = stepped(
+        model,
+        lambda one: (factor * mse_loss(one(inputs), targets)).backward(),
+        before_step=unscale,
+        loss_reduction="mse",
+    )
+    assert correction.counters.promised == 1
+    torch.testing.assert_close(weights(found), weights(expected))
+
+
+def test_a_clipped_gradient_promises_as_much_as_it_is_applied():
+    model = network(5, 7, 3)
+    inputs, targets = data()
+
+    def loss(model):
+        return mse_loss(model(inputs), targets)
+
+    def clip(model):
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+    clipped, correction = stepped(
+        model, lambda one: loss(one).backward(), lr=1e5, before_step=clip, loss_reduction="mse"
+    )
+    assert correction.counters.promised == 1
+    assert promised(model, clipped, loss) == pytest.approx(loss(model).item())
+    _, correction = stepped(model, lambda one: loss(one).backward(), lr=1e-3, before_step=clip, loss_reduction="mse")
+    assert correction.counters.promised == 0
+
+
+def test_a_scalers_step_is_limited_by_the_loss_itself():
+    model = network(5, 7, 3).float()
+    inputs, targets = (tensor.float() for tensor in data())
+    expected, _ = stepped(model, lambda one: mse_loss(one(inputs), targets).backward(), loss_reduction="mse")
+    optimizer = torch.optim.SGD(model.parameters(), lr=HIGH)
+    correction = consequent.attach(optimizer, model, promise=1.0, bound=None, loss_reduction="mse")
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(mse_loss(model(inputs), targets)).backward()
+    scaler.step(optimizer)
+    assert correction.counters.promised == 1
+    torch.testing.assert_close(weights(model), weights(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_a_closures_loss_is_seen():
+    model = network(5, 7, 3)
+    inputs, targets = data()
+    expected, _ = stepped(model, lambda one: mse_loss(one(inputs), targets).backward(), loss_reduction="mse")
+    optimizer = torch.optim.SGD(model.parameters(), lr=HIGH)
+    consequent.attach(optimizer, model, promise=1.0, bound=None, loss_reduction="mse")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = mse_loss(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert torch.equal(weights(model), weights(expected))
+
+
+def test_what_is_noted_of_losses_does_not_grow():
+    model = network(5, 7, 3)
+    inputs, targets = data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    correction = consequent.attach(optimizer, model, promise=1.0, loss_reduction="mse")
+    losses = correction._parts.corrector.losses
+    for _ in range(20):
+        optimizer.zero_grad()
+        mse_loss(model(inputs), targets).backward()
+        assert len(losses._of) <= 2
+    optimizer.step()
+
+
+# ---- learning ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lr", [1.0, 10.0, 100.0])
+def test_too_high_a_rate_learns(lr):
+    torch.manual_seed(0)
+    inputs = torch.randn(200, 6)
+    labels = (inputs[:, 0] * inputs[:, 1] > 0).long()
+    losses = {}
+    for promise in (1.0, None):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        consequent.attach(optimizer, model, promise=promise)
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+        losses[promise] = loss.item()
+    assert losses[1.0] < 0.3
+    if lr >= 10:
+        assert losses[1.0] < losses[None] / 3
+
+
+def test_foresight_is_of_the_step_that_is_taken():
+    model = network(5, 7, 3)
+    inputs, targets = data()
+    _, correction = stepped(
+        model, lambda one: mse_loss(one(inputs), targets).backward(), loss_reduction="mse", foresight=True
+    )
+    assert correction.counters.promised == 1
+    for layer in correction.foresight().values():
+        assert layer.ratio < 0.1
+        assert layer.cosine == pytest.approx(layer.corrected_cosine)
+
+
+# ---- bad input --------------------------------------------------------------------------------------------------
+
+
+def test_a_negative_loss_is_refused_and_nothing_changes():
+    model = network(5, 7, 3)
+    inputs, _ = data()
+    before = weights(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    consequent.attach(optimizer, model, promise=0.5)
+    (model(inputs).square().mean() - 100).backward()
+    with pytest.raises(ValueError, match=r"promise=0.5 is for losses that are never below zero, and this one is -9\d"):
+        optimizer.step()
+    assert torch.equal(weights(model), before)
+
+
+def test_a_loss_that_is_not_seen_is_refused():
+    model = network(5, 7, 3)
+    inputs, targets = data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    consequent.attach(optimizer, model, promise=1.0)
+    loss = mse_loss(model(inputs), targets)
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+    with pytest.raises(RuntimeError, match="asks how large the loss is, and it was not seen"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("promise", [0, -1.0, float("nan"), float("inf"), "1", True])
+def test_what_is_no_fraction_is_refused(promise):
+    model = network(5, 7, 3)
+    with pytest.raises((ValueError, TypeError), match="promise"):
+        consequent.attach(torch.optim.SGD(model.parameters(), lr=0.1), model, promise=promise)
+
+
+def test_where_it_would_do_nothing_it_is_refused():
+    model = network(5, 7, 3)
+    adam = torch.optim.Adam(model.parameters())
+    with pytest.raises(ValueError, match=r"promise=1\.0 would do nothing under Adam"):
+        consequent.attach(adam, model, promise=1.0)
+    with pytest.raises(ValueError, match=r'promise=1\.0 would do nothing with at="backward"'):
+        consequent.attach(torch.optim.SGD(model.parameters(), lr=0.1), model, promise=1.0, at="backward")
+    correction = consequent.attach(adam, model)
+    with pytest.raises(ValueError, match="promise=2 would do nothing under Adam"):
+        correction.promise = 2
+
+
+def test_momentum_that_never_ends_is_refused():
+    model = network(5, 7, 3)
+    inputs, targets = data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=1.0)
+    consequent.attach(optimizer, model, promise=1.0, loss_reduction="mse")
+    mse_loss(model(inputs), targets).backward()
+    with pytest.raises(RuntimeError, match="asks how far the optimiser's step goes"):
+        optimizer.step()
+
+
+def test_on_several_ranks_it_is_refused():
+    refuse_promise_of_ranks(None)
+    with pytest.raises(RuntimeError, match="promise=1: the losses of several ranks are not added up"):
+        refuse_promise_of_ranks(1.0)
+
+
+# ---- what is kept and told --------------------------------------------------------------------------------------
+
+
+def test_it_is_kept_in_states_and_pickles_and_can_be_set():
+    model = network(5, 7, 3)
+    optimizer = consequent.CSGD(model, lr=HIGH, promise=0.5, bound=None, loss_reduction="mse")
+    other = consequent.CSGD(network(5, 7, 3), lr=HIGH, bound=None, loss_reduction="mse")
+    other.correction.load_state_dict(optimizer.correction.state_dict())
+    assert other.correction.promise == 0.5
+    inputs, targets = data()
+    for one in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)), other):
+        model = one.correction.model
+        before = copy.deepcopy(model)
+        mse_loss(model(inputs), targets).backward()
+        one.step()
+        loss = mse_loss(before(inputs), targets).item()
+        assert promised(before, model, lambda one: mse_loss(one(inputs), targets)) == pytest.approx(0.5 * loss)
+    other.correction.promise = None
+    state = other.correction.state_dict()
+    del state["promise"]  # as earlier versions have it
+    optimizer.correction.load_state_dict(state)
+    assert optimizer.correction.promise == 0.5
+
+
+def test_printing_tells_of_it():
+    model = network(5, 7, 3)
+    inputs, targets = data()
+    _, correction = stepped(model, lambda one: mse_loss(one(inputs), targets).backward(), loss_reduction="mse")
+    text = repr(correction)
+    assert "promise=1)" in text
+    assert "promise: one step takes at most 1 of the loss away, to first order" in text
+    assert "promised 1" in text
