@@ -1,8 +1,10 @@
 """A step promises no more than the loss has (`promise=`): the weights' change, against what is computed by hand."""
 
 import copy
+import gc
 import itertools
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -258,6 +260,142 @@ def test_what_is_noted_of_losses_does_not_grow():
     optimizer.step()
 
 
+def penalty(model):
+    return 0.1 * sum(parameter.square().sum() for parameter in model.parameters())
+
+
+def penalty_behind(model, inputs, targets):
+    mse_loss(model(inputs), targets).backward()
+    penalty(model).backward()
+
+
+def penalty_before(model, inputs, targets):
+    penalty(model).backward()
+    mse_loss(model(inputs), targets).backward()
+
+
+def penalty_besides(model, inputs, targets):
+    (mse_loss(model(inputs), targets) + penalty(model)).backward()
+
+
+@pytest.mark.parametrize("backward", [penalty_behind, penalty_before, penalty_besides])
+def test_a_penalty_is_a_part_of_the_loss(backward):
+    model = network(5, 7, 3)
+    inputs, targets = data()
+
+    def loss(model):
+        return mse_loss(model(inputs), targets) + penalty(model)
+
+    after, _ = stepped(model, lambda one: backward(one, inputs, targets), loss_reduction="mse")
+    assert promised(model, after, loss) == pytest.approx(loss(model).item())
+
+
+class Recomputed(torch.autograd.Function):
+    """Calls the layers in its forward pass, and a backward() of its own in its backward pass."""
+
+    @staticmethod
+    def forward(ctx, inputs, layers):
+        with torch.enable_grad():
+            ctx.inputs = inputs.detach().requires_grad_()
+            ctx.outputs = layers(ctx.inputs)
+        return ctx.outputs.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch.autograd.backward(ctx.outputs, grad)
+        return ctx.inputs.grad, None
+
+
+def nested(model, inputs):
+    def outer(hidden):
+        return model[4:](checkpoint(model[2:4], model[:2](hidden), use_reentrant=True))
+
+    return checkpoint(outer, inputs.requires_grad_(), use_reentrant=True)
+
+
+@pytest.mark.parametrize(
+    "call", [nested, lambda model, inputs: model[2:](Recomputed.apply(inputs.requires_grad_(), model[:2]))]
+)
+def test_one_backward_inside_of_another_has_no_loss_of_its_own(call):
+    model = network(5, 7, 6, 3)
+    inputs, targets = data()
+    after, _ = stepped(model, lambda one: mse_loss(call(one, inputs.clone()), targets).backward(), loss_reduction=13.5)
+    loss = mse_loss(model(inputs), targets).item()
+    assert promised(model, after, lambda one: mse_loss(one(inputs), targets)) == pytest.approx(loss)
+
+
+class Tables(nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Embedding(20, 3, sparse=sparse).double() for _ in range(2))
+
+    def forward(self, places):
+        return self.first(places).mean(1) * self.second(places).mean(1)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_sparse_gradients_promise_too(sparse):
+    model, places = Tables(sparse), torch.randint(20, (9, 4))
+    targets = torch.randn(9, 3).double()
+    after, correction = stepped(
+        model, lambda one: mse_loss(one(places), targets).backward(), loss_reduction="mse", include=[nn.Embedding]
+    )
+    dense = Tables(sparse=False)
+    loss = mse_loss(dense(places), targets).item()
+    assert correction.counters.promised == 1
+    assert promised(dense, after, lambda one: mse_loss(one(places), targets)) == pytest.approx(loss)
+
+
+@pytest.mark.parametrize(("factor", "lr"), [(1.0, 500.0), (4096.0, 5.0)])
+def test_half_precision_neither_overflows_nor_vanishes(factor, lr):
+    torch.manual_seed(0)
+    inputs, labels = (0.05 * torch.randn(64, 64)).half(), torch.randint(0, 10, (64,))
+    model = network(64, 64, 64, 10).half()
+    after, correction = stepped(
+        model, lambda one: (factor * cross_entropy(one(inputs), labels)).backward(), lr=lr, loss_reduction=64.0
+    )
+    assert correction.counters.promised == 1
+    before, after, inputs = copy.deepcopy(model).double(), after.double(), inputs.double()
+    loss = factor * cross_entropy(before(inputs), labels).item()
+    found = promised(before, after, lambda one: factor * cross_entropy(one(inputs), labels))
+    assert found == pytest.approx(loss, rel=0.02)
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_the_first_step_of_momentum_is_not_dampened(dampening):
+    model = network(5, 7, 3)
+    before = copy.deepcopy(model)
+    inputs, targets = data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=HIGH, momentum=0.9, dampening=dampening)
+    consequent.attach(optimizer, model, promise=1.0, bound=None, loss_reduction="mse")
+    mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+    loss = mse_loss(before(inputs), targets).item()
+    found = promised(before, model, lambda one: mse_loss(one(inputs), targets)) / (1 - 0.9)
+    assert found == pytest.approx(loss)
+
+
+def test_no_graph_is_kept_alive():
+    model = network(5, 7, 3)
+    inputs, targets = data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    consequent.attach(optimizer, model, promise=1.0, loss_reduction="mse")
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+        kept = weakref.ref(loss)
+        del loss
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
 # ---- learning ---------------------------------------------------------------------------------------------------
 
 
@@ -323,6 +461,42 @@ def test_a_loss_that_is_not_seen_is_refused():
         optimizer.step()
 
 
+def test_a_gradient_edge_is_no_loss():
+    model = network(5, 7, 3)
+    inputs, targets = data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    consequent.attach(optimizer, model, promise=1.0)
+    loss = mse_loss(model(inputs), targets)
+    torch.autograd.backward(torch.autograd.graph.get_gradient_edge(loss), torch.ones_like(loss))
+    with pytest.raises(RuntimeError, match="asks how large the loss is, and it was not seen"):
+        optimizer.step()
+
+
+def test_a_loss_below_zero_by_rounding_is_none():
+    model = network(5, 7, 3)
+    inputs, targets = data()
+
+    def backward(model):
+        loss = mse_loss(model(inputs), targets)
+        (loss - loss.item() - 1e-9).backward()
+
+    after, correction = stepped(model, backward, loss_reduction="mse")
+    assert torch.equal(weights(after), weights(model))
+    assert correction.counters.promised == 1
+
+
+@pytest.mark.parametrize("what", [float("nan"), float("inf")])
+def test_a_step_of_a_loss_that_is_not_finite_is_skipped(what):
+    model = network(5, 7, 3)
+    inputs, targets = data()
+    with pytest.warns(consequent.ConsequentWarning, match="NaN or inf in .* the loss .*The step was skipped"):
+        after, correction = stepped(
+            model, lambda one: (mse_loss(one(inputs), targets) + what).backward(), loss_reduction="mse"
+        )
+    assert torch.equal(weights(after), weights(model))
+    assert correction.counters.skipped == 1
+
+
 @pytest.mark.parametrize("promise", [0, -1.0, float("nan"), float("inf"), "1", True])
 def test_what_is_no_fraction_is_refused(promise):
     model = network(5, 7, 3)
@@ -342,10 +516,11 @@ def test_where_it_would_do_nothing_it_is_refused():
         correction.promise = 2
 
 
-def test_momentum_that_never_ends_is_refused():
+@pytest.mark.parametrize("options", [{"momentum": 1.0}, {"maximize": True}])
+def test_a_step_that_never_ends_or_goes_up_is_refused(options):
     model = network(5, 7, 3)
     inputs, targets = data()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **options)
     consequent.attach(optimizer, model, promise=1.0, loss_reduction="mse")
     mse_loss(model(inputs), targets).backward()
     with pytest.raises(RuntimeError, match="asks how far the optimiser's step goes"):

@@ -200,6 +200,9 @@ class StepCorrector:
         elif not gradient.is_sparse and will_run(accumulator_of(parameter)):
             record = self._record_of(arrivals.weight, parameter.grad, now)
             record.beside.add_other(parameter, gradient.detach().clone())
+            if self.losses is not None:
+                record.beside.passes.add(now)
+                self.losses.look(now, self._pass_ids())
 
     def _record_of(self, weight: Tensor, grad: Tensor | None, backward_pass: int) -> Record:
         """The weight's record in the running pass.
@@ -227,9 +230,8 @@ class StepCorrector:
     def _note_pass(self, record: Record, use: Use, backward_pass: int) -> None:
         """The use is in this pass; one that is part of another (reentrant checkpointing) counts as that."""
         record.note_pass(use, backward_pass)
-        if self.losses is not None and record.passes[-1][0] not in self.losses:
-            self.losses.forget_but(self._pass_ids())
-            self.losses.look(record.passes[-1][0])
+        if self.losses is not None:
+            self.losses.look(record.passes[-1][0], self._pass_ids())
 
     def _backward_pass_ended(self, backward_pass: int) -> None:
         if self.is_shared_out:  # wrappers reduce the gradients in callbacks of their own: be behind them
@@ -250,7 +252,7 @@ class StepCorrector:
         for record in records:
             record.mark_accumulated()
         if self.losses is not None:
-            self.losses.note_sizes(records)
+            self.losses.note_sizes(records, {p for record in self.records.values() for p in record.members})
         note_sizes(
             record
             for record in records
@@ -324,12 +326,13 @@ class StepCorrector:
                 found.append(record)
         return found
 
-    def loss(self) -> float | Tensor | None:
+    def loss(self) -> float | None:
         """The loss whose gradient is in ``.grad``, where it was looked at and is known."""
         return None if self.losses is None else self.losses.total(self._pass_ids())
 
     def _pass_ids(self) -> set[int]:
-        return {backward_pass for record in self.records.values() for backward_pass, _ in record.passes}
+        through = {backward_pass for record in self.records.values() for backward_pass, _ in record.passes}
+        return through.union(*(record.beside.passes for record in self.records.values()))
 
     def passes(self) -> list[set[Entry]]:
         """The backward passes whose gradients are in ``.grad``, each with the entries that took part in it."""

@@ -21,12 +21,14 @@ class Beside:
         transposed: a bound of ``‖Σ ΔZ ΔZᵀ‖``, where the weight acted in ``Wᵀ ΔZ``, too (a penalty on gradients).
         from_transposed: the part of the weight's gradient that comes from there, in its shape.
         noted: the :func:`signature` of the gradients when that was found.
+        passes: backward passes that went to the parameters alone, through no use.
     """
 
     others: dict[Tensor, Tensor] = field(default_factory=dict)
     transposed: Tensor | None = None
     from_transposed: Tensor | None = None
     noted: Tensor | None = None
+    passes: set[int] = field(default_factory=set)
 
     def __bool__(self) -> bool:
         return bool(self.others) or self.transposed is not None

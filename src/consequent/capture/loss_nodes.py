@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from torch.autograd.graph import Node
 
 # Operations that only change the shape or the type.
@@ -32,43 +31,55 @@ class Started(NamedTuple):
     with_gradient: bool
 
 
+class BackwardCall(NamedTuple):
+    """What a call of backward() was given.
+
+    Attributes:
+        losses: what it is for.
+        gradients: of these, where some were given.
+        mark: an object that is this call's alone, if there is one.
+    """
+
+    losses: list[Any]
+    gradients: list[Any] | None
+    mark: Any
+
+
 def started_passes() -> list[Started]:
     """What the calls of backward() under way began with; on a GPU these are of another thread."""
     calls = [call for innermost in sys._current_frames().values() for call in _calls_around(innermost)]
-    nodes = [(getattr(loss, "grad_fn", None), given is not None) for losses, given in calls for loss in losses]
+    nodes = [(getattr(loss, "grad_fn", None), call.gradients is not None) for call in calls for loss in call.losses]
     return [Started(node, with_gradient) for node, with_gradient in nodes if node is not None]
 
 
-def losses_in(thread: int) -> list[tuple[Tensor, Tensor | None]]:
-    """The losses that the outermost backward() of a thread is for, and the gradients that were given of them.
-
-    A backward() inside of another (reentrant checkpointing) is a part of that. None: there is none of it.
-    """
-    innermost = sys._current_frames().get(thread)
-    calls = [] if innermost is None else _calls_around(innermost)
-    del innermost
-    if not calls:
-        return []
-    losses, given = calls[-1]
-    gradients = list(given) if isinstance(given, tuple | list) else [given] * len(losses)
-    return list(zip(losses, gradients, strict=True))
+def outermost_backward(thread: int) -> BackwardCall | None:
+    """The call of backward() that a thread is in; one inside of another (reentrant checkpointing) is a part of that."""
+    frames = sys._current_frames().items()
+    calls = [call for one, innermost in frames if one == thread for call in _calls_around(innermost)]
+    del frames  # one is that of this function
+    return calls[-1] if calls else None
 
 
-def _calls_around(innermost: FrameType) -> list[tuple[list[Any], Any]]:
-    """What the calls of backward() that a thread is in were given, the innermost first: losses, and gradients of them.
+def _calls_around(innermost: FrameType) -> list[BackwardCall]:
+    """The calls of backward() that a thread is in, the innermost first.
 
     No frame is held in the end: it would keep itself alive, and the graph with it.
     """
-    found: list[tuple[list[Any], Any]] = []
+    found: list[BackwardCall] = []
     frame: FrameType | None = innermost
     del innermost
     while frame is not None:
         if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == "torch.autograd":
-            tensors: Any = frame.f_locals.get("tensors", ())
-            losses = list(tensors) if isinstance(tensors, tuple | list) else [tensors]
-            found.append((losses, frame.f_locals.get("grad_tensors")))
+            variables = frame.f_locals
+            gradients = _listed(variables["grad_tensors"]) if variables.get("grad_tensors") is not None else None
+            losses = _listed(variables.get("tensors", ()))
+            found.append(BackwardCall(losses, gradients, variables.get("grad_tensors_")))
         frame = frame.f_back
     return found
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, tuple | list) else [given]
 
 
 def nodes_between(loss: Node, outputs: Node) -> Iterator[Node]:

@@ -1,12 +1,16 @@
-"""How large the loss was whose gradient is in ``.grad``, and by what that gradient was multiplied since."""
+"""How large the loss was whose gradient is in ``.grad``, and by what that gradient was multiplied since.
+
+On a CPU alone: the numbers are looked at.
+"""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
-from consequent.capture.loss_nodes import losses_in
+from consequent.capture.loss_nodes import outermost_backward
 from consequent.capture.torch_internals import answers_at_once, callers_of_backward
 
 if TYPE_CHECKING:
@@ -17,60 +21,73 @@ class LossValues:
     """The losses of backward passes, as these were called with them: times a scaler's factor, if there is one."""
 
     def __init__(self) -> None:
-        self._of: dict[int, float | Tensor | None] = {}  # by pass; None: not known
-        self._sizes: dict[Tensor, Tensor] = {}  # of gradients, as the last pass left them
-
-    def __contains__(self, backward_pass: int) -> bool:
-        return backward_pass in self._of
+        self._of: dict[int, float | None] = {}  # by pass; None: not known
+        self._calls: dict[int, Any] = {}  # the call of backward() that a pass is a part of
+        self._sizes: dict[Tensor, float] = {}  # of gradients, as the last pass left them
 
     # ---- in backward passes -----------------------------------------------------------------------------------------
 
-    def look(self, backward_pass: int) -> None:
-        """A pass is under way: what is it for?
+    def look(self, backward_pass: int, known: set[int]) -> None:
+        """A pass is under way: what is it for? Passes that are parts of one backward() have one loss together.
 
         Args:
             backward_pass: the running one. Nothing is known of it where several threads may have called it.
+            known: the passes whose gradients are in ``.grad``; all others are forgotten.
         """
+        if backward_pass in self._of:
+            return
+        self._of = {one: loss for one, loss in self._of.items() if one in known}
+        self._calls = {one: call for one, call in self._calls.items() if one in known}
         threads = callers_of_backward()
-        losses = losses_in(*threads) if len(threads) == 1 else []
-        self._of[backward_pass] = _sum([_value(*given) for given in losses])
+        call = outermost_backward(*threads) if len(threads) == 1 else None
+        if call is None:
+            self._of[backward_pass] = None
+        elif call.mark is not None and any(call.mark is other for other in self._calls.values()):
+            self._of[backward_pass] = 0.0
+        else:
+            gradients = call.gradients or [None] * len(call.losses)
+            self._of[backward_pass] = _sum(map(_value, call.losses, gradients))
+            self._calls[backward_pass] = call.mark
 
-    def note_sizes(self, records: "Iterable[Record]") -> None:
-        """A pass is over: how large are the gradients that it has left?"""
-        parameters = [p for record in records for p in record.members]
-        self._sizes |= _sizes_of(parameters)
+    def note_sizes(self, records: "Iterable[Record]", present: set[Tensor]) -> None:
+        """A pass is over: how large are the gradients that it has left?
 
-    def forget_but(self, passes: set[int]) -> None:
-        """Forget the losses of all other passes."""
-        self._of = {one: loss for one, loss in self._of.items() if one in passes}
+        Args:
+            records: that it has filled.
+            present: the parameters of all records.
+        """
+        kept = {parameter: size for parameter, size in self._sizes.items() if parameter in present}
+        self._sizes = kept | _sizes_of([p for record in records for p in record.members])
 
     # ---- at the step ------------------------------------------------------------------------------------------------
 
-    def total(self, passes: set[int]) -> float | Tensor | None:
+    def total(self, passes: set[int]) -> float | None:
         """The sum of the losses of these passes; None where it is not known of each."""
-        return _sum([self._of.get(one) for one in passes])
+        return _sum(self._of.get(one) for one in passes)
 
-    def scaled_since(self, parameters: Sequence[Tensor]) -> list[float | Tensor]:
+    def scaled_since(self, parameters: Sequence[Tensor]) -> list[float]:
         """By what each of these parameters' gradients was multiplied since its pass: to unscale it, or to clip it.
 
         Where some of its elements alone were changed, by what it was on the whole.
         """
         now, factors = _sizes_of(parameters), []
         for parameter in parameters:
-            before, after = self._sizes.get(parameter), now.get(parameter)
-            factors.append(1.0 if before is None or after is None else _ratio(after, before))
+            before, after = self._sizes.get(parameter, 0.0), now.get(parameter, 0.0)
+            factors.append(after / before if before > 0 and after > 0 else 1.0)
         return factors
 
 
-def _value(loss: Tensor, gradient: Tensor | None) -> float | Tensor:
-    """A loss, times the gradient that was given of it: a number, or on a GPU a tensor that is not waited for."""
+def _value(loss: Any, gradient: Tensor | None) -> float | None:
+    """A loss, times the gradient that was given of it; None where it is none that can be looked at."""
+    if not isinstance(loss, Tensor) or not answers_at_once(loss):
+        return None
     value = loss.detach() if gradient is None else (loss.detach() * gradient.detach()).sum()
-    return float(value) if answers_at_once(value) else value.reshape(())
+    return float(value)
 
 
-def _sum(values: Sequence[float | Tensor | None]) -> float | Tensor | None:
+def _sum(values: Iterable[float | None]) -> float | None:
     """None where there is none, or one is not known."""
-    total: float | Tensor | None = None
+    total: float | None = None
     for value in values:
         if value is None:
             return None
@@ -78,14 +95,12 @@ def _sum(values: Sequence[float | Tensor | None]) -> float | Tensor | None:
     return total
 
 
-def _ratio(after: Tensor, before: Tensor) -> Tensor:
-    return torch.where((before > 0) & (after > 0), after / before, 1)
+def _sizes_of(parameters: Iterable[Tensor]) -> dict[Tensor, float]:
+    """The norms of gradients."""
+    grads = {p: values_of(p.grad) for p in parameters if p.grad is not None and answers_at_once(p.grad)}
+    return {p: float(vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))) for p, g in grads.items()}
 
 
-def _sizes_of(parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-    """The sums of the magnitudes in gradients that are dense."""
-    dense = {p: p.grad.detach() for p in parameters if p.grad is not None and not p.grad.is_sparse}
-    if not dense:
-        return {}
-    dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in dense.values()) else torch.float32
-    return dict(zip(dense, torch._foreach_norm(list(dense.values()), 1, dtype=dtype), strict=True))
+def values_of(grad: Tensor) -> Tensor:
+    """A gradient's numbers, of a sparse one those that are there."""
+    return grad.detach().coalesce().values() if grad.is_sparse else grad.detach()

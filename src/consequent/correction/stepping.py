@@ -131,13 +131,20 @@ class Stepping:
         def seen(samples: int) -> float:
             return self._divisor_on_all_ranks(passes)
 
-        promise = self._promise() if bounded else None
+        promise = None
+        if bounded and self._rewriter.promise is not None:
+            loss = self._corrector.loss()
+            if loss is not None and not math.isfinite(loss):
+                self._corrector.clear()
+                self._parts.reports.non_finite(["the loss"])
+                return False
+            promise = self._promise()
         with in_one_unit(self._corrector.records.values()):
             reduction = seen if self._loss.is_seen else self._loss.reduction
             is_taken = self._rewriter.rewrite(reduction, passes, bounded=bounded)
         if is_taken:
             if promise is not None:
-                self._parts.reports.add("promised", promise.keep())
+                self._parts.reports.add("promised", int(promise.keep()))
             self._rewriter.note_corrected()
         return is_taken
 
@@ -148,7 +155,14 @@ class Stepping:
         if most is None or losses is None or len(records) < 2:
             return None
         parameters = [p for record in records for p in record.members]
-        return Promise(parameters, self._groups.rate_in_the_long_run, losses, self._corrector.loss(), most)
+        return Promise(parameters, self._rate_downwards, losses, self._corrector.loss(), most)
+
+    def _rate_downwards(self, parameter: Tensor) -> float | None:
+        """How far a gradient moves a parameter in all; None where that is not known, or is upwards."""
+        group = self._groups.group_of(parameter)
+        if group is None:
+            return 0.0
+        return None if group.get("maximize") else self._groups.rate_in_the_long_run(parameter)
 
     def _divisor_on_all_ranks(self, passes: list[set[Entry]]) -> float:
         """What was seen of the loss, on all ranks together, who ask this together."""

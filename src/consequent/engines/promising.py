@@ -8,6 +8,8 @@ from torch import Tensor
 from consequent.capture.loss_values import LossValues
 from consequent.maths.promise import shortening
 
+ROUNDING = 1e-6  # by which a loss may be below zero
+
 _REMEDY = "leave promise= out, and lower the learning rate where it is too high"
 
 
@@ -27,52 +29,56 @@ class Promise:
         parameters: Sequence[Tensor],
         rate_of: Callable[[Tensor], float | None],
         losses: LossValues,
-        loss: float | Tensor | None,
+        loss: float | None,
         most: float,
     ) -> None:
+        if any(p.grad is not None and not p.grad.is_cpu for p in parameters):
+            raise RuntimeError(f"promise={most:g} is for models on a CPU so far: {_REMEDY}")
         if loss is None:
             raise RuntimeError(
                 f"promise={most:g} asks how large the loss is, and it was not seen: call loss.backward() on it, or "
                 f"torch.autograd.backward(), in one thread at a time. Or {_REMEDY}"
             )
-        if isinstance(loss, float) and loss < 0:
+        if loss < -ROUNDING:
             raise ValueError(
                 f"promise={most:g} is for losses that are never below zero, and this one is {loss:g}: {_REMEDY}"
             )
-        known = [(p, p.grad.clone()) for p in parameters if p.grad is not None and not p.grad.is_sparse]
-        rates = [rate_of(p) for p, _ in known]
+        self._before = [(p, p.grad.clone()) for p in parameters if p.grad is not None]
+        rates = [rate_of(p) for p, _ in self._before]
         if any(rate is None for rate in rates):
             raise RuntimeError(
-                f"promise={most:g} asks how far the optimiser's step goes, and that cannot be known: its momentum is "
-                "1 or more, its learning rate is a tensor on a GPU, or it is fused and a GradScaler's. Use a plain "
-                f"number, foreach instead of fused; or {_REMEDY}"
+                f"promise={most:g} asks how far the optimiser's step goes, and that it goes down: its momentum must be "
+                f"below 1, maximize=False, and it must not be fused with a GradScaler. Or {_REMEDY}"
             )
-        self._parameters = parameters
-        self._before = known
         self._rates = rates
-        self._factors = losses.scaled_since([p for p, _ in known])
-        self._allowed = loss * most
-        self._place = loss.device if isinstance(loss, Tensor) else torch.device("cpu")
+        self._factors = losses.scaled_since([p for p, _ in self._before])
+        self._allowed = max(loss, 0.0) * most
 
-    def keep(self) -> bool | Tensor:
-        """Shorten the gradients that are there now; whether they were, a tensor on a device that is not waited for.
+    def keep(self) -> bool:
+        """Shorten the gradients that are there now, if they promise too much; whether they did.
 
         What the passes left is the gradient of the loss. It may have been multiplied since, and the new gradient with
         it: ``⟨U, G⟩`` is of the latter as it is applied, and of the former as it was.
         """
-        promised: float | Tensor = 0.0
-        for (parameter, old), rate, factor in zip(self._before, self._rates, self._factors, strict=True):
-            assert parameter.grad is not None
-            assert rate is not None
-            product = torch.sum(old * parameter.grad, dtype=torch.promote_types(old.dtype, torch.float32))
-            promised = promised + (rate * product / factor).to(self._place)
-        if self._place.type == "cpu":
-            promised = float(promised)
+        products = [_product(old, parameter.grad) for parameter, old in self._before]
+        terms = zip(products, self._rates, self._factors, strict=True)
+        promised = sum(rate * product / factor for product, rate, factor in terms if rate is not None)
         shorter = shortening(promised, self._allowed)
-        if isinstance(shorter, float) and shorter == 1:
+        if shorter == 1:
             return False
-        for parameter in self._parameters:
-            if (grad := parameter.grad) is not None:
-                factor = shorter.to(grad.device) if isinstance(shorter, Tensor) else shorter
-                grad.data.mul_(factor)  # without a trace: nobody is to take it for an edit
-        return shorter < 1
+        for parameter, _ in self._before:
+            assert parameter.grad is not None
+            grad = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad.data
+            grad.mul_(shorter)  # without a trace: nobody is to take it for an edit
+        return True
+
+
+def _product(old: Tensor, new: Tensor | None) -> float:
+    """``⟨U, G⟩``; in half precision squares of gradients would be nothing, or infinite."""
+    assert new is not None
+    dtype = torch.promote_types(old.dtype, torch.float32)
+    old, new = old.to(dtype), new.to(dtype)
+    if old.is_sparse and new.is_sparse:
+        return float((old * new).coalesce().values().sum())
+    old, new = (grad.to_dense() if grad.is_sparse else grad for grad in (old, new))
+    return float(torch.dot(old.reshape(-1), new.reshape(-1)))  # without a third matrix

@@ -13,17 +13,11 @@ correction's own metric. It has a meaning for losses alone whose least value is 
 As for :mod:`consequent.maths.bound`, μ is ``μ / (1 − m)`` with SGD's momentum m.
 """
 
-import torch
-from torch import Tensor
 
-
-def shortening(promised: float | Tensor, allowed: float | Tensor) -> float | Tensor:
-    """What all new gradients are multiplied by: 1 unless they promise more than is allowed, and more than nothing.
+def shortening(promised: float, allowed: float) -> float:
+    """What all new gradients are multiplied by: 1 unless they promise more than is allowed.
 
     >>> shortening(4.0, 1.0), shortening(0.5, 1.0), shortening(float("nan"), 1.0)
     (0.25, 1.0, 1.0)
     """
-    if isinstance(promised, Tensor) or isinstance(allowed, Tensor):
-        promised, allowed = torch.as_tensor(promised), torch.as_tensor(allowed)
-        return torch.where((promised > allowed) & (allowed >= 0), allowed / promised, 1)
-    return allowed / promised if promised > allowed >= 0 else 1.0
+    return allowed / promised if promised > allowed else 1.0

@@ -172,7 +172,9 @@ class Groups:
         if not 0 <= momentum < 1:
             return None
         rate = abs(float(group["lr"]))
-        return rate * (1 - float(group["dampening"])) / (1 - momentum) if momentum else rate
+        is_first = "momentum_buffer" not in optimizer.state.get(parameter, {})  # then torch does not dampen it
+        dampening = 0.0 if is_first else float(group["dampening"])
+        return rate * (1 - dampening) / (1 - momentum) if momentum else rate
 
     def change_default(self, default: Damping) -> None:
         """Change λ for all groups that have none of their own (a ready-made optimiser's groups repeat the default)."""
