@@ -22,6 +22,7 @@ SPLIT = 0.25  # how often the parameters lie in two optimisers
 GROUPED = 0.2  # how often they lie in two groups with dampings of their own
 BY_DATA = 0.5  # how often zeros are written by way of .data
 SPOILT, RELOADED = 0.1, 0.1  # how often a step is not taken, and how often the correction is saved before it
+AS_GOOD_AS_NONE = 1e30  # of a promise: the loss must be seen, and nothing is shortened
 SAYS_EDITED = re.compile("inputs explain|edited")
 
 
@@ -36,7 +37,18 @@ class IllegalError(Exception):
 class Library:
     """One side of a run: the model that is trained, by optimisers that the library is attached to."""
 
-    def __init__(self, net, dtype, mode, damping, loss_reduction, averaging=(0.0, 1), second=(), own_dampings=None):
+    def __init__(
+        self,
+        net,
+        dtype,
+        mode,
+        damping,
+        loss_reduction,
+        averaging=(0.0, 1),
+        second=(),
+        own_dampings=None,
+        promise=None,
+    ):
         """One side.
 
         Args:
@@ -48,6 +60,7 @@ class Library:
             averaging: β and T.
             second: names of parameters that lie in an optimiser of their own, which steps last.
             own_dampings: those of parameters, by name, that lie in a group with another one.
+            promise: as ``attach`` takes it.
         """
         self.model, self.dtype, self.mode = net.model.to(dtype), dtype, mode
         parts = [{}, {}]
@@ -59,6 +72,7 @@ class Library:
         self.options = {"loss_reduction": loss_reduction} | ({"at": mode} if mode == "backward" else {})
         if mode != "plain":
             self.options |= damping_options(damping) | dict(zip(("averaging", "refresh"), averaging, strict=True))
+            self.options |= {} if promise is None else {"promise": promise}
             self.correction = consequent.attach(self.optimizers, self.model, **self.options)
         self.pending = []
         self.joined = None  # filled in by the run: names of the parameters that belong together
@@ -164,6 +178,9 @@ class Case:
         if rng.random() < GROUPED and not has(self.actions, Edit):  # for the same reason
             self.own_dampings = own_dampings(rng, self.net.model)
         self.widest = rng.choice([8192, 8192, 8192, 6])  # columns of an average of few rows
+        self.promise = None
+        if mode == "step" and not self.second and not has(self.actions, Edit):  # which makes a gradient of no loss
+            self.promise = random.Random(f"{seed} promise").choice([None, AS_GOOD_AS_NONE])
         for step in self.actions:
             step.reloaded = rng.random() < RELOADED
             passes = [action for action in step.body if isinstance(action, Pass)]
@@ -189,7 +206,8 @@ class Case:
         return (
             f"seed {self.seed}, at={self.mode!r}, {self.dtype}, {damping_options(self.damping)}, "
             f"loss_reduction={self.reduction}, averaging and refresh {self.averaging}, widest {self.widest}, "
-            f"in a second optimiser: {sorted(self.second)}, with another damping: {self.own_dampings}\n"
+            f"in a second optimiser: {sorted(self.second)}, with another damping: {self.own_dampings}, "
+            f"promise {self.promise}\n"
             f"{self.net}\nactions:\n{describe(self.actions)}"
         )
 
@@ -253,7 +271,7 @@ def play(case):
     """
     settings = (case.mode, case.damping, case.loss_reduction, case.averaging)
     reference = Reference(case.net, *settings, case.own_dampings, case.widest)
-    library = Library(case.net, case.dtype, *settings, case.second, case.own_dampings)
+    library = Library(case.net, case.dtype, *settings, case.second, case.own_dampings, case.promise)
     library.joined = reference.joined
     for number, step in enumerate(case.actions):
         before = {name: p.detach().double().clone() for name, p in library.model.named_parameters()}
