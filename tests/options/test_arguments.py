@@ -140,7 +140,7 @@ def test_setting_an_attribute_that_would_have_no_effect_is_an_error(name, messag
 def test_what_may_be_set_can_be_set():
     correction, _ = attached()
     settable = {name for name, value in vars(type(correction)).items() if getattr(value, "fset", None) is not None}
-    values = {"damping": 0.3, "relative_damping": 0.2, "largest_block": 4, "bound": None, "check": True}
+    values = {"damping": 0.3, "relative_damping": 0.2, "largest_block": 4, "bound": None, "promise": 1, "check": True}
     values |= {"loss_reduction": "sum"}
     assert settable == set(values)
     for name, value in values.items():

@@ -67,9 +67,18 @@ def test_the_state_dict_of_the_correction(ready):
         "damping": None,
         "relative_damping": None,  # the default
         "bound": 0.2,
+        "promise": None,
         "largest_block": None,
         "loss_reduction": "mean",
-        "counters": {"steps": 3, "skipped": 0, "rescued": 0, "fallen_back": 0, "edited": 0, "bounded": 0},
+        "counters": {
+            "steps": 3,
+            "skipped": 0,
+            "rescued": 0,
+            "fallen_back": 0,
+            "edited": 0,
+            "bounded": 0,
+            "promised": 0,
+        },
     }
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -284,6 +293,7 @@ def test_what_is_no_state_at_all_is_refused_by_its_type():
         ({"relative_damping": 1.0}, {"relative_damping": 0.5}, ["takes the place of relative_damping=0.5"]),
         ({"relative_damping": 1.0}, {"relative_damping": 0.1}, ["takes the place of relative_damping=0.1"]),
         ({}, {"bound": None}, ["has bound=0.2, which takes the place of bound=None"]),
+        ({}, {"promise": 0.5}, ["has promise=None, which takes the place of promise=0.5"]),
         ({"averaging": 0.9}, {}, ["averaged moments, which are left out"]),
         ({"averaging": 0.9}, {"averaging": 0.9}, []),
     ],

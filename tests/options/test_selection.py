@@ -204,7 +204,7 @@ def test_repr_before_and_after_a_step():
     assert first[6] == "  plain (2):"
     assert rows["norm"] == "BatchNorm2d is none of the layers that can be corrected"
     assert rows["body10"] == "excluded"
-    assert first[-1] == "  counters: steps 0, skipped 0, rescued 0, fallen_back 0, edited 0, bounded 0"
+    assert first[-1] == "  counters: steps 0, skipped 0, rescued 0, fallen_back 0, edited 0, bounded 0, promised 0"
     half_squares(model(x[:3])).backward()
     optimizer.step()
     second = repr(correction)

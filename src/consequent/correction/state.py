@@ -68,7 +68,7 @@ def load(state: dict[str, Any], correction: "Consequentialism", parts: Parts) ->
     if state["loss_reduction"] is not None:
         correction.loss_reduction = state["loss_reduction"]
     is_chosen = parts.groups.chosen is not None
-    _warn_of_replaced(correction, parts.groups.default if is_chosen else None, damping, bound)
+    _warn_of_replaced(correction, parts.groups.default if is_chosen else None, damping, bound, promise)
     if state.get("averages") and not averages.are_used:
         warnings.warn(
             "the state that is loaded has averaged moments, which are left out: this correction does not average "
@@ -85,7 +85,11 @@ def load(state: dict[str, Any], correction: "Consequentialism", parts: Parts) ->
 
 
 def _warn_of_replaced(
-    correction: "Consequentialism", damping: Damping | None, loaded: Damping | None, bound: float | None
+    correction: "Consequentialism",
+    damping: Damping | None,
+    loaded: Damping | None,
+    bound: float | None,
+    promise: float | None,
 ) -> None:
     """Tell where something that the user chose gives way to what a state has.
 
@@ -94,12 +98,15 @@ def _warn_of_replaced(
         damping: the one that was chosen for it, if one was.
         loaded: the one of the state, if it has one.
         bound: likewise.
+        promise: likewise.
     """
     replaced = []
     if damping is not None and loaded is not None and damping != loaded:
         replaced.append((f"{loaded}", f"{damping}"))
     if correction.bound not in (bound, BOUND):
         replaced.append((f"bound={bound}", f"bound={correction.bound}"))
+    if correction.promise not in (promise, None):
+        replaced.append((f"promise={promise}", f"promise={correction.promise}"))
     for new, old in replaced:
         warnings.warn(
             f"the state that is loaded has {new}, which takes the place of {old}: set it on the correction after "

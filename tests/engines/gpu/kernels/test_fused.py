@@ -116,7 +116,7 @@ def test_kernels_do_what_the_plain_form_does(damping, change, becomes):
     expected = corrected_one_by_one(copy.deepcopy(model), damping, change)
     actual, counts, is_bad = corrected_together(model, damping, change=change, becomes=becomes)
     assert not is_bad
-    assert counts == [1, 0, 0, 0, 0, 0]
+    assert counts == [1, 0, 0, 0, 0, 0, 0]
     for name, gradient in expected.items():
         # The first layer's inputs are rounded to TF32 on a GPU.
         tolerance = 1e-3 if name.startswith("0.") and DEVICE.type == "cuda" else 2e-5
@@ -127,7 +127,7 @@ def test_kernels_do_what_the_plain_form_does(damping, change, becomes):
 def test_nothing_is_written_but_zeros_where_a_batch_is_not_finite(bad):
     gradients, counts, is_bad = corrected_together(network(), Damping(0.1), bad=bad)
     assert is_bad
-    assert counts == [1, 1, 0, 0, 0, 0]
+    assert counts == [1, 1, 0, 0, 0, 0, 0]
     assert all(not gradient.any() for gradient in gradients.values())
 
 
@@ -137,7 +137,7 @@ def test_an_edited_gradient_is_shortened_and_counted():
 
     _, counts, is_bad = corrected_together(network(), Damping(0.1), change=edited)
     assert not is_bad
-    assert counts == [1, 0, 0, 0, 1, 0]
+    assert counts == [1, 0, 0, 0, 1, 0, 0]
 
 
 def test_what_kernels_do_not_take():

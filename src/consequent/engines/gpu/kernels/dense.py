@@ -134,7 +134,7 @@ class DenseStep:
         """Write the gradients of all layers, or zeros into all of them if the first flag is set; after all others.
 
         Args:
-            counts: int64 of six elements that are added to, :data:`consequent.reports.counters.NAMES`. Layers whose
+            counts: int64, the first six of :data:`consequent.reports.counters.NAMES`, added to. Layers whose
                 matrix could not be factorised, and layers whose gradient is no multiple of ``ΔZᵀX``, are counted; both
                 get ``s G / (trace + λ)``. So are raised pivots and shortened steps.
             steps: added to the first count.

@@ -138,7 +138,7 @@ def write_features(
 
     Args:
         prepared: by :func:`prepare_features`.
-        counts: int64 of six elements that are added to, :data:`consequent.reports.counters.NAMES`. Layers whose
+        counts: int64, the first six of :data:`consequent.reports.counters.NAMES`, added to. Layers whose
             factor has raised pivots, and layers without a factor, which get ``s G / (trace + λ)``, are counted.
         steps: added to the first count.
         skips: added to the second one if ``bad`` is set.
