@@ -84,7 +84,7 @@ def test_gradients_are_shortened_by_what_the_definition_says(kind, rate, momentu
     model, inputs = network(kind)
     model, inputs = model.double(), inputs.double()
     m = momentum.get("momentum", 0.0)
-    length = rate * (1 - momentum.get("dampening", 0.0)) / (1 - m)
+    length = rate / (1 - m)  # of a first step, which torch does not dampen
     wanted = expected_shortenings(model, inputs, half_squares, 0.1, length, 0.2)
     free, _ = corrected(model, inputs, half_squares, torch.optim.SGD(model.parameters(), lr=0.0), bound=None)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, **momentum)
