@@ -448,26 +448,23 @@ def test_a_negative_loss_is_refused_and_nothing_changes():
     assert torch.equal(weights(model), before)
 
 
-def test_a_loss_that_is_not_seen_is_refused():
-    model = network(5, 7, 3)
-    inputs, targets = data()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    consequent.attach(optimizer, model, promise=1.0)
-    loss = mse_loss(model(inputs), targets)
+def by_the_engine(loss):
     torch.autograd.Variable._execution_engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
-    with pytest.raises(RuntimeError, match="asks how large the loss is, and it was not seen"):
-        optimizer.step()
 
 
-def test_a_gradient_edge_is_no_loss():
+def by_its_edge(loss):
+    torch.autograd.backward(torch.autograd.graph.get_gradient_edge(loss), torch.ones_like(loss))
+
+
+@pytest.mark.parametrize("backward", [by_the_engine, by_its_edge])
+def test_a_loss_that_is_not_seen_is_refused(backward):
     model = network(5, 7, 3)
     inputs, targets = data()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    consequent.attach(optimizer, model, promise=1.0)
-    loss = mse_loss(model(inputs), targets)
-    torch.autograd.backward(torch.autograd.graph.get_gradient_edge(loss), torch.ones_like(loss))
+    consequent.attach(optimizer, model, promise=1.0, loss_reduction="mse")
+    backward(mse_loss(model(inputs), targets))
     with pytest.raises(RuntimeError, match="asks how large the loss is, and it was not seen"):
         optimizer.step()
 

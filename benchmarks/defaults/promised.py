@@ -35,7 +35,8 @@ from torch import Tensor, optim
 
 from benchmarks.defaults import study, summary
 from benchmarks.defaults.contestants import KNOWN
-from benchmarks.defaults.shortened import ADVISED, RESIDUAL, SEARCHED
+from benchmarks.defaults.residual import RESIDUAL
+from benchmarks.defaults.shortened import ADVISED, ALL_TASKS, SEARCHED
 from benchmarks.defaults.tasks import TASKS
 
 RATES: dict[tuple[str, float | None], tuple[float, ...]] = {  # by contestant and promise
@@ -84,7 +85,7 @@ def train(key: Key) -> Record:
     if contestant != "sgd":
         damping = "relative 0.1, bound 0.2" + ("" if promise is None else f", promise {promise:g}")
         run = study.Run(task_name, contestant, damping, rate, seed, 0)
-        record = study.train(run, {**TASKS, **RESIDUAL})
+        record = study.train(run, ALL_TASKS)
     else:
         record = _train_plain(key)
     return {name: record[name] for name in ("initial", "final", "floor", "test", "diverged", "counters")} | dict(
@@ -93,7 +94,7 @@ def train(key: Key) -> Record:
 
 
 def _train_plain(key: Key) -> Record:
-    task = {**TASKS, **RESIDUAL}[key[0]](key[4])
+    task = ALL_TASKS[key[0]](key[4])
     optimizer = LimitedSGD(task.model.parameters(), lr=key[3])
     initial = study.measured(task, task.measure)
     assert initial is not None

@@ -46,7 +46,7 @@ import os
 import pathlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -58,7 +58,7 @@ from torch import Tensor, nn
 import consequent
 from benchmarks.defaults import study
 from benchmarks.defaults.contestants import KNOWN
-from benchmarks.defaults.task import Task, of, random_numbers, shuffled
+from benchmarks.defaults.residual import RESIDUAL
 from benchmarks.defaults.tasks import TASKS
 from consequent.engines import step as engine
 from consequent.engines.bounding import Bounded
@@ -82,63 +82,6 @@ MOST_FALSE, FEWEST_FOUND, WORTH_COUNTING_LAYERS = 0.05, 0.5, 0.1
 Record = dict[str, Any]
 
 
-# ---- the network of the user ------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """A residual block of two dense layers, whose activation writes to its own inputs."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, width)
-        self.activation = nn.SiLU(inplace=True)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """``[samples, width]`` to the same."""
-        return inputs + self.outer(self.activation(self.inner(inputs)))
-
-
-def residual(seed: int, batch: int, function: Callable[[Tensor, Tensor], Tensor]) -> Task:
-    """Three smooth functions of six numbers, by five residual blocks of width 48."""
-    generator = random_numbers(seed)
-    samples, columns, width = 2000, 6, 48
-    inputs = torch.randn(samples + 1000, columns, generator=generator)
-    mixed = [inputs @ torch.randn(columns, 3, generator=generator) / columns**0.5 for _ in range(2)]
-    targets = function(*mixed)
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(columns, width), *(Block(width) for _ in range(5)), nn.Linear(width, 3))
-
-    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.mse_loss(model(inputs), targets)
-
-    return Task(
-        model,
-        shuffled(batch, inputs[:samples], targets[:samples], seed=seed),
-        loss,
-        steps=250,
-        measure=of(loss, inputs[:samples], targets[:samples]),
-        loss_reduction=lambda samples: samples * 3 / 2,
-        test=of(loss, inputs[samples:], targets[samples:]),
-    )
-
-
-def sines(first: Tensor, second: Tensor) -> Tensor:
-    """Waves along three directions."""
-    return torch.sin(first)
-
-
-def squares(first: Tensor, second: Tensor) -> Tensor:
-    """The same and parabolas along three others."""
-    return torch.sin(first) + 0.5 * second.square() - 0.5
-
-
-RESIDUAL: dict[str, Callable[[int], Task]] = {
-    f"residual-{function.__name__}-{batch}": lambda seed, batch=batch, function=function: residual(
-        seed, batch, function
-    )
-    for function in (sines, squares)
-    for batch in (64, 500)
-}
 ALL_TASKS = TASKS | RESIDUAL
 CHOOSING, CHECKING = tuple(TASKS)[::2], tuple(TASKS)[1::2]
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from benchmarks.defaults import promised
-from benchmarks.defaults.promised import BEST_RATES, RATES, RESIDUAL, TASKS, LimitedSGD, Outcome, records_in
+from benchmarks.defaults.promised import BEST_RATES, RATES, LimitedSGD, Outcome, records_in
+from benchmarks.defaults.residual import RESIDUAL
 from benchmarks.defaults.study import SEEDS
+from benchmarks.defaults.tasks import TASKS
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "defaults.md").read_text().split("## A step that promises")[1].split("\n## ")[0]

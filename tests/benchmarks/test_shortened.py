@@ -6,7 +6,8 @@ import re
 import pytest
 
 from benchmarks.defaults import shortened
-from benchmarks.defaults.shortened import ADVISED, RESIDUAL, Rule
+from benchmarks.defaults.residual import RESIDUAL
+from benchmarks.defaults.shortened import ADVISED, Rule
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "defaults.md").read_text().split("## Do shortened steps tell")[1].split("\n## ")[0]

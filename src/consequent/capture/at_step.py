@@ -200,9 +200,8 @@ class StepCorrector:
         elif not gradient.is_sparse and will_run(accumulator_of(parameter)):
             record = self._record_of(arrivals.weight, parameter.grad, now)
             record.beside.add_other(parameter, gradient.detach().clone())
-            if self.losses is not None:
-                record.beside.passes.add(now)
-                self.losses.look(now, self._pass_ids())
+            record.beside.passes.add(now)
+            self._look_at_loss(now)
 
     def _record_of(self, weight: Tensor, grad: Tensor | None, backward_pass: int) -> Record:
         """The weight's record in the running pass.
@@ -230,8 +229,12 @@ class StepCorrector:
     def _note_pass(self, record: Record, use: Use, backward_pass: int) -> None:
         """The use is in this pass; one that is part of another (reentrant checkpointing) counts as that."""
         record.note_pass(use, backward_pass)
-        if self.losses is not None:
-            self.losses.look(record.passes[-1][0], self._pass_ids())
+        self._look_at_loss(record.passes[-1][0])
+
+    def _look_at_loss(self, backward_pass: int) -> None:
+        if self.losses is not None and backward_pass not in self.losses:
+            self.losses.forget_but(self._pass_ids())
+            self.losses.look(backward_pass)
 
     def _backward_pass_ended(self, backward_pass: int) -> None:
         if self.is_shared_out:  # wrappers reduce the gradients in callbacks of their own: be behind them

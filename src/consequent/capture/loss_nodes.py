@@ -37,7 +37,7 @@ class BackwardCall(NamedTuple):
     Attributes:
         losses: what it is for.
         gradients: of these, where some were given.
-        mark: an object that is this call's alone, if there is one.
+        mark: an object that is this call's alone; None where it only hands over to another (of a tensor's subclass).
     """
 
     losses: list[Any]
@@ -57,7 +57,7 @@ def outermost_backward(thread: int) -> BackwardCall | None:
     frames = sys._current_frames().items()
     calls = [call for one, innermost in frames if one == thread for call in _calls_around(innermost)]
     del frames  # one is that of this function
-    return calls[-1] if calls else None
+    return next((call for call in reversed(calls) if call.mark is not None), None)
 
 
 def _calls_around(innermost: FrameType) -> list[BackwardCall]:

@@ -27,22 +27,25 @@ class LossValues:
 
     # ---- in backward passes -----------------------------------------------------------------------------------------
 
-    def look(self, backward_pass: int, known: set[int]) -> None:
+    def __contains__(self, backward_pass: int) -> bool:
+        return backward_pass in self._of
+
+    def forget_but(self, passes: set[int]) -> None:
+        """Forget all other passes."""
+        self._of = {one: loss for one, loss in self._of.items() if one in passes}
+        self._calls = {one: call for one, call in self._calls.items() if one in passes}
+
+    def look(self, backward_pass: int) -> None:
         """A pass is under way: what is it for? Passes that are parts of one backward() have one loss together.
 
         Args:
             backward_pass: the running one. Nothing is known of it where several threads may have called it.
-            known: the passes whose gradients are in ``.grad``; all others are forgotten.
         """
-        if backward_pass in self._of:
-            return
-        self._of = {one: loss for one, loss in self._of.items() if one in known}
-        self._calls = {one: call for one, call in self._calls.items() if one in known}
         threads = callers_of_backward()
         call = outermost_backward(*threads) if len(threads) == 1 else None
         if call is None:
             self._of[backward_pass] = None
-        elif call.mark is not None and any(call.mark is other for other in self._calls.values()):
+        elif any(call.mark is other for other in self._calls.values()):
             self._of[backward_pass] = 0.0
         else:
             gradients = call.gradients or [None] * len(call.losses)
@@ -97,10 +100,10 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 def _sizes_of(parameters: Iterable[Tensor]) -> dict[Tensor, float]:
     """The norms of gradients."""
-    grads = {p: values_of(p.grad) for p in parameters if p.grad is not None and answers_at_once(p.grad)}
+    grads = {p: _values_of(p.grad) for p in parameters if p.grad is not None and answers_at_once(p.grad)}
     return {p: float(vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))) for p, g in grads.items()}
 
 
-def values_of(grad: Tensor) -> Tensor:
+def _values_of(grad: Tensor) -> Tensor:
     """A gradient's numbers, of a sparse one those that are there."""
     return grad.detach().coalesce().values() if grad.is_sparse else grad.detach()

@@ -93,8 +93,8 @@ class Consequentialism:
             left alone, and so are several optimisers that are attached together: a bound of your own is refused there.
             What it shortens is counted (``counters.bounded``). None: no bound, as in the paper.
         promise: π: how much of the loss one step may promise to take away, to first order; 1 is all of it. A step that
-            promises more is shortened, all layers alike, so that the learning rate may be far too high (1 for SGD, 0.1
-            with momentum 0.9). For losses that can come close to zero and never below it, as mean squares and
+            promises more is shortened, all layers alike, so that the learning rate may be far too high: 1 for SGD
+            without momentum. For losses that can come close to zero and never below it, as mean squares and
             cross-entropies, that ``backward()`` is called on; where ``bound`` is, on one rank and on a CPU so far.
             Counted (``counters.promised``). None: no limit.
         check: raise on NaN, inf or a failed factorisation instead of counting it. On a GPU this waits for the device.

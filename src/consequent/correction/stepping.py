@@ -131,14 +131,11 @@ class Stepping:
         def seen(samples: int) -> float:
             return self._divisor_on_all_ranks(passes)
 
-        promise = None
-        if bounded and self._rewriter.promise is not None:
-            loss = self._corrector.loss()
-            if loss is not None and not math.isfinite(loss):
-                self._corrector.clear()
-                self._parts.reports.non_finite(["the loss"])
-                return False
-            promise = self._promise()
+        promise = self._promise() if bounded else None
+        if promise is not None and not promise.is_finite:
+            self._corrector.clear()
+            self._parts.reports.non_finite(["the loss"])
+            return False
         with in_one_unit(self._corrector.records.values()):
             reduction = seen if self._loss.is_seen else self._loss.reduction
             is_taken = self._rewriter.rewrite(reduction, passes, bounded=bounded)

@@ -1,5 +1,6 @@
 """Shortening all new gradients of a step alike, so that it promises no more than the loss has."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,7 +15,10 @@ _REMEDY = "leave promise= out, and lower the learning rate where it is too high"
 
 
 class Promise:
-    """What a step promises: made before its gradients are corrected, asked when they are.
+    """What a step promises: made before its gradients are corrected, kept when they are.
+
+    Attributes:
+        is_finite: whether the loss is; otherwise there is nothing to keep.
 
     Args:
         parameters: whose gradients are corrected.
@@ -39,18 +43,18 @@ class Promise:
                 f"promise={most:g} asks how large the loss is, and it was not seen: call loss.backward() on it, or "
                 f"torch.autograd.backward(), in one thread at a time. Or {_REMEDY}"
             )
-        if loss < -ROUNDING:
+        if loss < -ROUNDING and math.isfinite(loss):
             raise ValueError(
                 f"promise={most:g} is for losses that are never below zero, and this one is {loss:g}: {_REMEDY}"
             )
         self._before = [(p, p.grad.clone()) for p in parameters if p.grad is not None]
-        rates = [rate_of(p) for p, _ in self._before]
-        if any(rate is None for rate in rates):
+        self._rates = [rate for p, _ in self._before if (rate := rate_of(p)) is not None]
+        if len(self._rates) < len(self._before):
             raise RuntimeError(
                 f"promise={most:g} asks how far the optimiser's step goes, and that it goes down: its momentum must be "
                 f"below 1, maximize=False, and it must not be fused with a GradScaler. Or {_REMEDY}"
             )
-        self._rates = rates
+        self.is_finite = math.isfinite(loss)
         self._factors = losses.scaled_since([p for p, _ in self._before])
         self._allowed = max(loss, 0.0) * most
 
@@ -62,7 +66,7 @@ class Promise:
         """
         products = [_product(old, parameter.grad) for parameter, old in self._before]
         terms = zip(products, self._rates, self._factors, strict=True)
-        promised = sum(rate * product / factor for product, rate, factor in terms if rate is not None)
+        promised = sum(rate * product / factor for product, rate, factor in terms)
         shorter = shortening(promised, self._allowed)
         if shorter == 1:
             return False
