@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from consequent.capture.loss_values import LossValues
+from consequent.capture.loss_values import LossNow, LossValues
 from consequent.capture.records import Record
 from consequent.capture.separate_scales import note_sizes
 from consequent.capture.torch_internals import (
@@ -233,7 +233,7 @@ class StepCorrector:
 
     def _look_at_loss(self, backward_pass: int) -> None:
         if self.losses is not None and backward_pass not in self.losses:
-            self.losses.forget_but(self._pass_ids())
+            self.losses.forget_but(self._members_by_pass())
             self.losses.look(backward_pass)
 
     def _backward_pass_ended(self, backward_pass: int) -> None:
@@ -329,13 +329,18 @@ class StepCorrector:
                 found.append(record)
         return found
 
-    def loss(self) -> float | None:
+    def loss(self) -> LossNow | None:
         """The loss whose gradient is in ``.grad``, where it was looked at and is known."""
-        return None if self.losses is None else self.losses.total(self._pass_ids())
+        return None if self.losses is None else self.losses.now(self._members_by_pass())
 
-    def _pass_ids(self) -> set[int]:
-        through = {backward_pass for record in self.records.values() for backward_pass, _ in record.passes}
-        return through.union(*(record.beside.passes for record in self.records.values()))
+    def _members_by_pass(self) -> dict[int, list[Tensor]]:
+        """The backward passes whose gradients are in ``.grad``, and in whose."""
+        found: dict[int, list[Tensor]] = {}
+        for record in self.records.values():
+            through = {backward_pass for backward_pass, _ in record.passes}
+            for backward_pass in through | record.beside.passes:
+                found.setdefault(backward_pass, []).extend(record.members)
+        return found
 
     def passes(self) -> list[set[Entry]]:
         """The backward passes whose gradients are in ``.grad``, each with the entries that took part in it."""

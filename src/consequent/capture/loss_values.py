@@ -1,39 +1,52 @@
 """How large the loss was whose gradient is in ``.grad``, and by what that gradient was multiplied since.
 
-On a CPU alone: the numbers are looked at.
+All numbers stay on the device that they are on, which is not waited for.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 
 from consequent.capture.loss_nodes import outermost_backward
-from consequent.capture.torch_internals import answers_at_once, callers_of_backward
+from consequent.capture.torch_internals import callers_of_backward
 
 if TYPE_CHECKING:
     from consequent.capture.records import Record
+
+
+class LossNow(NamedTuple):
+    """The loss whose gradient is in ``.grad``.
+
+    Attributes:
+        value: of all passes together.
+        factors: by what each parameter's gradient was multiplied since its pass: to unscale it, or to clip it. Where
+            some of its elements alone were changed, by what it was on the whole.
+    """
+
+    value: Tensor
+    factors: dict[Tensor, Tensor]
 
 
 class LossValues:
     """The losses of backward passes, as these were called with them: times a scaler's factor, if there is one."""
 
     def __init__(self) -> None:
-        self._of: dict[int, float | None] = {}  # by pass; None: not known
+        self._of: dict[int, Tensor | None] = {}  # by pass; None: not known
         self._calls: dict[int, Any] = {}  # the call of backward() that a pass is a part of
-        self._sizes: dict[Tensor, float] = {}  # of gradients, as the last pass left them
+        self._sizes: dict[Tensor, Tensor] = {}  # of gradients, as the last pass left them
 
     # ---- in backward passes -----------------------------------------------------------------------------------------
 
     def __contains__(self, backward_pass: int) -> bool:
         return backward_pass in self._of
 
-    def forget_but(self, passes: set[int]) -> None:
+    def forget_but(self, passes: Iterable[int]) -> None:
         """Forget all other passes."""
-        self._of = {one: loss for one, loss in self._of.items() if one in passes}
-        self._calls = {one: call for one, call in self._calls.items() if one in passes}
+        kept = set(passes)
+        self._of = {one: loss for one, loss in self._of.items() if one in kept}
+        self._calls = {one: call for one, call in self._calls.items() if one in kept}
 
     def look(self, backward_pass: int) -> None:
         """A pass is under way: what is it for? Passes that are parts of one backward() have one loss together.
@@ -43,14 +56,14 @@ class LossValues:
         """
         threads = callers_of_backward()
         call = outermost_backward(*threads) if len(threads) == 1 else None
-        if call is None:
+        if call is None or not all(isinstance(loss, Tensor) for loss in call.losses):
             self._of[backward_pass] = None
-        elif any(call.mark is other for other in self._calls.values()):
-            self._of[backward_pass] = 0.0
-        else:
-            gradients = call.gradients or [None] * len(call.losses)
-            self._of[backward_pass] = _sum(map(_value, call.losses, gradients))
-            self._calls[backward_pass] = call.mark
+            return
+        gradients = call.gradients or [None] * len(call.losses)
+        total = _sum(list(map(_value, call.losses, gradients)))
+        is_counted = any(call.mark is other for other in self._calls.values())
+        self._of[backward_pass] = torch.zeros_like(total) if is_counted else total
+        self._calls[backward_pass] = call.mark
 
     def note_sizes(self, records: "Iterable[Record]", present: set[Tensor]) -> None:
         """A pass is over: how large are the gradients that it has left?
@@ -64,44 +77,64 @@ class LossValues:
 
     # ---- at the step ------------------------------------------------------------------------------------------------
 
-    def total(self, passes: set[int]) -> float | None:
-        """The sum of the losses of these passes; None where it is not known of each."""
-        return _sum(self._of.get(one) for one in passes)
+    def now(self, passes: Mapping[int, Sequence[Tensor]]) -> LossNow | None:
+        """The loss of these passes together; None where it is not known of each.
 
-    def scaled_since(self, parameters: Sequence[Tensor]) -> list[float]:
-        """By what each of these parameters' gradients was multiplied since its pass: to unscale it, or to clip it.
-
-        Where some of its elements alone were changed, by what it was on the whole.
+        Args:
+            passes: each with the parameters to whose gradients it came. Where these are all zero now, it was thrown
+                away: on a GPU that was not looked at before.
         """
-        now, factors = _sizes_of(parameters), []
-        for parameter in parameters:
-            before, after = self._sizes.get(parameter, 0.0), now.get(parameter, 0.0)
-            factors.append(after / before if before > 0 and after > 0 else 1.0)
-        return factors
-
-
-def _value(loss: Any, gradient: Tensor | None) -> float | None:
-    """A loss, times the gradient that was given of it; None where it is none that can be looked at."""
-    if not isinstance(loss, Tensor) or not answers_at_once(loss):
-        return None
-    value = loss.detach() if gradient is None else (loss.detach() * gradient.detach()).sum()
-    return float(value)
-
-
-def _sum(values: Iterable[float | None]) -> float | None:
-    """None where there is none, or one is not known."""
-    total: float | None = None
-    for value in values:
-        if value is None:
+        values = [self._of.get(one) for one in passes]
+        known = [value for value in values if value is not None]
+        if not known or len(known) < len(values):
             return None
-        total = value if total is None else total + value
-    return total
+        sizes = _sizes_of({p: None for members in passes.values() for p in members})
+        if len(passes) > 1:
+            known = [_if_any(members, sizes, value) for members, value in zip(passes.values(), known, strict=True)]
+        total = _sum(known)
+        parameters = list(sizes)
+        before = [self._sizes.get(p, size) for p, size in sizes.items()]
+        factors: Iterable[Tensor] = ()
+        if parameters:
+            ratios = _together(sizes.values(), total) / _together(before, total)
+            factors = torch.where(ratios.isfinite() & (ratios > 0), ratios, 1.0).unbind()
+        return LossNow(total, dict(zip(parameters, factors, strict=True)))
 
 
-def _sizes_of(parameters: Iterable[Tensor]) -> dict[Tensor, float]:
-    """The norms of gradients."""
-    grads = {p: _values_of(p.grad) for p in parameters if p.grad is not None and answers_at_once(p.grad)}
-    return {p: float(vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))) for p, g in grads.items()}
+def _value(loss: Tensor, gradient: Tensor | None) -> Tensor:
+    """A loss, times the gradient that was given of it; a copy, which stays as it is."""
+    value = loss.detach()
+    value = value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
+    return value.squeeze() if gradient is None else (value * gradient.detach()).sum()
+
+
+def _sum(values: Sequence[Tensor]) -> Tensor:
+    """Where the first one is."""
+    return sum((value.to(values[0]) for value in values[1:]), values[0])
+
+
+def _if_any(members: Sequence[Tensor], sizes: Mapping[Tensor, Tensor], value: Tensor) -> Tensor:
+    """A pass's loss; 0 where none of these parameters has a gradient any more."""
+    there = [sizes[parameter] for parameter in members if parameter in sizes]
+    return torch.where((_together(there, value) != 0).any(), value, 0.0) if there else torch.zeros_like(value)
+
+
+def _together(numbers: Iterable[Tensor], like: Tensor) -> Tensor:
+    return torch.stack([number.to(like) for number in numbers])
+
+
+def _sizes_of(parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    """The norms of gradients, of those that have one."""
+    kinds: dict[tuple[torch.device, torch.dtype], dict[Tensor, Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            values = _values_of(parameter.grad)
+            kinds.setdefault((values.device, values.dtype), {})[parameter] = values
+    sizes: dict[Tensor, Tensor] = {}
+    for (_, dtype), grads in kinds.items():
+        norms = torch._foreach_norm(list(grads.values()), dtype=torch.promote_types(dtype, torch.float32))
+        sizes.update(zip(grads, norms, strict=True))
+    return sizes
 
 
 def _values_of(grad: Tensor) -> Tensor:

@@ -95,8 +95,8 @@ class Consequentialism:
         promise: π: how much of the loss one step may promise to take away, to first order; 1 is all of it. A step that
             promises more is shortened, all layers alike, so that the learning rate may be far too high: 1 for SGD
             without momentum. For losses that can come close to zero and never below it, as mean squares and
-            cross-entropies, that ``backward()`` is called on; where ``bound`` is, on one rank and on a CPU so far.
-            Counted (``counters.promised``). None: no limit.
+            cross-entropies, that ``backward()`` is called on; where ``bound`` is, on one rank. Counted
+            (``counters.promised``). None: no limit.
         check: raise on NaN, inf or a failed factorisation instead of counting it. On a GPU this waits for the device.
         foresight: keep what :meth:`foresight` needs. Costs memory and time.
         process_group: the ranks that train this model together, whose inputs are all taken into account. None: those
@@ -383,6 +383,7 @@ class Consequentialism:
         losses = self._parts.corrector.losses
         self._rewriter.promise = promise
         self._parts.corrector.losses = None if promise is None else losses or LossValues()
+        self._reports.causes = "NaN or inf" + ("" if promise is None else ", or a loss below zero (promise=),")
 
     @property
     def check(self) -> bool:

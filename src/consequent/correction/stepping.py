@@ -132,27 +132,25 @@ class Stepping:
             return self._divisor_on_all_ranks(passes)
 
         promise = self._promise() if bounded else None
-        if promise is not None and not promise.is_finite:
-            self._corrector.clear()
-            self._parts.reports.non_finite(["the loss"])
-            return False
         with in_one_unit(self._corrector.records.values()):
             reduction = seen if self._loss.is_seen else self._loss.reduction
-            is_taken = self._rewriter.rewrite(reduction, passes, bounded=bounded)
+            is_sound = True if promise is None else promise.is_sound
+            is_taken = self._rewriter.rewrite(reduction, passes, bounded=bounded, loss_is_sound=is_sound)
         if is_taken:
             if promise is not None:
-                self._parts.reports.add("promised", int(promise.keep()))
+                self._parts.reports.add("promised", promise.keep())
             self._rewriter.note_corrected()
         return is_taken
 
     def _promise(self) -> Promise | None:
         """What the step promises, if that is limited; one layer alone lands where it should."""
-        most, losses = self._rewriter.promise, self._corrector.losses
+        most = self._rewriter.promise
         records = [record for record in self._corrector.records.values() if not record.is_empty]
-        if most is None or losses is None or len(records) < 2:
+        if most is None or len(records) < 2:
             return None
         parameters = [p for record in records for p in record.members]
-        return Promise(parameters, self._rate_downwards, losses, self._corrector.loss(), most)
+        may_wait = self._rewriter.looks
+        return Promise(parameters, self._rate_downwards, self._corrector.loss(), most, may_wait=may_wait)
 
     def _rate_downwards(self, parameter: Tensor) -> float | None:
         """How far a gradient moves a parameter in all; None where that is not known, or is upwards."""

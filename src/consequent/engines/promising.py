@@ -1,12 +1,12 @@
 """Shortening all new gradients of a step alike, so that it promises no more than the loss has."""
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from consequent.capture.loss_values import LossValues
+from consequent.capture.loss_values import LossNow
+from consequent.capture.torch_internals import answers_at_once
 from consequent.maths.promise import shortening
 
 ROUNDING = 1e-6  # by which a loss may be below zero
@@ -18,71 +18,88 @@ class Promise:
     """What a step promises: made before its gradients are corrected, kept when they are.
 
     Attributes:
-        is_finite: whether the loss is; otherwise there is nothing to keep.
+        is_sound: whether the loss is a number, and none below zero; otherwise the step must not be taken.
 
     Args:
         parameters: whose gradients are corrected.
         rate_of: how far a gradient moves a parameter in all, momentum included; None where that is not known.
-        losses: of the backward passes.
-        loss: all of these together.
+        loss: whose gradients they are; None where it was not seen.
         most: π: how much of it may be promised.
+        may_wait: whether the host may wait for a device to look at the loss.
     """
 
     def __init__(
         self,
         parameters: Sequence[Tensor],
         rate_of: Callable[[Tensor], float | None],
-        losses: LossValues,
-        loss: float | None,
+        loss: LossNow | None,
         most: float,
+        *,
+        may_wait: bool,
     ) -> None:
-        if any(p.grad is not None and not p.grad.is_cpu for p in parameters):
-            raise RuntimeError(f"promise={most:g} is for models on a CPU so far: {_REMEDY}")
         if loss is None:
             raise RuntimeError(
                 f"promise={most:g} asks how large the loss is, and it was not seen: call loss.backward() on it, or "
                 f"torch.autograd.backward(), in one thread at a time. Or {_REMEDY}"
             )
-        if loss < -ROUNDING and math.isfinite(loss):
+        is_negative = (loss.value < -ROUNDING) & loss.value.isfinite()
+        if (may_wait or answers_at_once(loss.value)) and is_negative:
             raise ValueError(
-                f"promise={most:g} is for losses that are never below zero, and this one is {loss:g}: {_REMEDY}"
+                f"promise={most:g} is for losses that are never below zero, and this one is {float(loss.value):g}: "
+                f"{_REMEDY}"
             )
-        self._before = [(p, p.grad.clone()) for p in parameters if p.grad is not None]
-        self._rates = [rate for p, _ in self._before if (rate := rate_of(p)) is not None]
-        if len(self._rates) < len(self._before):
-            raise RuntimeError(
-                f"promise={most:g} asks how far the optimiser's step goes, and that it goes down: its momentum must be "
-                f"below 1, maximize=False, and it must not be fused with a GradScaler. Or {_REMEDY}"
-            )
-        self.is_finite = math.isfinite(loss)
-        self._factors = losses.scaled_since([p for p, _ in self._before])
-        self._allowed = max(loss, 0.0) * most
+        self._before = {p: p.grad.clone() for p in parameters if p.grad is not None}
+        self._by_rate: dict[float, list[Tensor]] = {}
+        for parameter in self._before:
+            rate = rate_of(parameter)
+            if rate is None:
+                raise RuntimeError(
+                    f"promise={most:g} asks how far the optimiser's step goes, and that it goes down: its momentum "
+                    "must be below 1, maximize=False, its learning rate no tensor on a GPU, and it must not be fused "
+                    f"with a GradScaler. Or {_REMEDY}"
+                )
+            self._by_rate.setdefault(rate, []).append(parameter)
+        self.is_sound = loss.value.isfinite() & ~is_negative
+        self._factors = loss.factors
+        self._allowed = loss.value.clamp(min=0) * most
 
-    def keep(self) -> bool:
+    def keep(self) -> bool | Tensor:
         """Shorten the gradients that are there now, if they promise too much; whether they did.
 
         What the passes left is the gradient of the loss. It may have been multiplied since, and the new gradient with
         it: ``⟨U, G⟩`` is of the latter as it is applied, and of the former as it was.
         """
-        products = [_product(old, parameter.grad) for parameter, old in self._before]
-        terms = zip(products, self._rates, self._factors, strict=True)
-        promised = sum(rate * product / factor for product, rate, factor in terms)
+        promised = torch.zeros_like(self._allowed)
+        for rate, parameters in self._by_rate.items():
+            products = torch.stack([_product(self._before[p], p.grad).to(promised) for p in parameters])
+            factors = torch.stack([self._factors[p] for p in parameters])
+            promised += rate * (products / factors).sum()
         shorter = shortening(promised, self._allowed)
-        if shorter == 1:
+        is_shortened = shorter < 1
+        if answers_at_once(shorter) and not is_shortened:
             return False
-        for parameter, _ in self._before:
-            assert parameter.grad is not None
-            grad = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad.data
-            grad.mul_(shorter)  # without a trace: nobody is to take it for an edit
-        return True
+        for parameter in self._before:
+            _shorten(parameter.grad, shorter)
+        return True if answers_at_once(shorter) else is_shortened
 
 
-def _product(old: Tensor, new: Tensor | None) -> float:
+def _product(old: Tensor, new: Tensor | None) -> Tensor:
     """``⟨U, G⟩``; in half precision squares of gradients would be nothing, or infinite."""
     assert new is not None
     dtype = torch.promote_types(old.dtype, torch.float32)
     old, new = old.to(dtype), new.to(dtype)
     if old.is_sparse and new.is_sparse:
-        return float((old * new).coalesce().values().sum())
+        return (old * new).coalesce().values().sum()
     old, new = (grad.to_dense() if grad.is_sparse else grad for grad in (old, new))
-    return float(torch.dot(old.reshape(-1), new.reshape(-1)))  # without a third matrix
+    return torch.dot(old.reshape(-1), new.reshape(-1))  # without a third matrix
+
+
+def _shorten(grad: Tensor | None, shorter: Tensor) -> None:
+    """Multiply a gradient without a trace: nobody is to take it for an edit."""
+    assert grad is not None
+    values = grad._values() if grad.is_sparse else grad.data
+    shorter = shorter.to(values.device)
+    if values.dtype.itemsize < 4:  # what it is multiplied by would be rounded as well, to nothing if it is small
+        values.copy_(values.to(shorter.dtype) * shorter)
+    else:
+        values.mul_(shorter)

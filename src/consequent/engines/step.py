@@ -113,13 +113,21 @@ class Rewriter:
             failure = error  # first tell the others, who would wait
         return bool(records) if self.exchange is None else self.exchange.open(failure)
 
-    def rewrite(self, loss_reduction: LossReduction, passes: list[set[Entry]], *, bounded: bool) -> bool:
+    @property
+    def looks(self) -> bool:
+        """Whether this step may wait for the device, to look at numbers: the first one may."""
+        return self._reports.check or self._steps == 0
+
+    def rewrite(
+        self, loss_reduction: LossReduction, passes: list[set[Entry]], *, bounded: bool, loss_is_sound: bool | Tensor
+    ) -> bool:
         """Rewrite the gradients of all corrected layers; after :meth:`has_work` has said that there is something to do.
 
         Args:
             loss_reduction: how the loss sums up over samples.
             passes: the backward passes on this rank, each with the entries that took part in it.
             bounded: whether the optimiser's step follows at once, so that the bound knows what is applied.
+            loss_is_sound: whether there is a loss that the step may be taken for.
 
         Returns:
             False if the step must not be taken; then nothing was rewritten.
@@ -139,7 +147,7 @@ class Rewriter:
             solved, shortened = self._solutions_of(records, divisor, bounded=bounded)
             solutions = [solution for _, its in solved for solution in its]
             fused = fused_step_of(solutions)
-            finite = self._all_finite(solutions, fused)
+            finite = self._all_finite(solutions, fused, loss_is_sound)
             in_graph = fused is not None and graph_is_being_captured()  # then the kernels count it
             if not in_graph:
                 self._reports.add_step(self.device)
@@ -240,7 +248,9 @@ class Rewriter:
     def _damping_of(self, record: Record) -> Damping:
         return self._groups.damping_of((record.stands_for or record).first_use.key)
 
-    def _all_finite(self, solutions: list[Solution], fused: FusedStep | None) -> bool | Tensor:
+    def _all_finite(
+        self, solutions: list[Solution], fused: FusedStep | None, loss_is_sound: bool | Tensor
+    ) -> bool | Tensor:
         """Whether the step may be taken; on a GPU that is not waited for, a tensor (and plain gradients are zeroed)."""
         updates = [solution for solution in solutions if not isinstance(solution, KernelSolution)]
         records = [solution.record for solution in solutions]
@@ -250,6 +260,7 @@ class Rewriter:
         flags: list[tuple[str, bool | Tensor]]
         flags = [(shown(self._name(update.record)), update.finite) for update in updates if update.finite is not True]
         flags += [("a layer that is not corrected", flag) for flag in _are_finite(plain)]
+        flags += [] if loss_is_sound is True else [("the loss", loss_is_sound)]
         found_inf = self._found_inf
         bad = [name for name, flag in flags if self._may_wait(flag) and not flag]
         ranks = None if self.exchange is None else self.exchange.ranks

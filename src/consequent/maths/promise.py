@@ -13,11 +13,14 @@ correction's own metric. It has a meaning for losses alone whose least value is 
 As for :mod:`consequent.maths.bound`, μ is ``μ / (1 − m)`` with SGD's momentum m.
 """
 
+import torch
+from torch import Tensor
 
-def shortening(promised: float, allowed: float) -> float:
+
+def shortening(promised: Tensor, allowed: Tensor) -> Tensor:
     """What all new gradients are multiplied by: 1 unless they promise more than is allowed.
 
-    >>> shortening(4.0, 1.0), shortening(0.5, 1.0), shortening(float("nan"), 1.0)
-    (0.25, 1.0, 1.0)
+    >>> [float(shortening(torch.tensor(promised), torch.tensor(1.0))) for promised in (4.0, 0.5, float("nan"))]
+    [0.25, 1.0, 1.0]
     """
-    return allowed / promised if promised > allowed else 1.0
+    return torch.where(promised > allowed, allowed / promised, 1.0)

@@ -52,6 +52,7 @@ class Reports(Tally):
     def __init__(self, *, check: bool, numbers: Callable[[], str] = str) -> None:
         super().__init__()
         self.check = check
+        self.causes = "NaN or inf"  # why a device may have skipped steps
         self._numbers = numbers
         self._warned: set[str] = set()
         self._skipped_in_a_row = 0
@@ -117,7 +118,7 @@ class Reports(Tally):
         else:
             self._warn_once(
                 "skipped",
-                f"NaN or inf in {skipped} of {MOST_SKIPPED_IN_A_ROW} steps up to about step {self._counters.steps}"
+                f"{self.causes} in {skipped} of {MOST_SKIPPED_IN_A_ROW} steps up to about step {self._counters.steps}"
                 f"{self._numbers()}. They were skipped: the device has put zeros in the place of all gradients. "
                 f"{_remedy(self._counters.steps)}",
             )
@@ -126,7 +127,7 @@ class Reports(Tally):
         """All of the last steps were skipped by a device."""
         self._warn_once(
             "standstill",
-            f"NaN or inf in each of the last {steps} steps{self._numbers()}: all were skipped, nothing is being "
+            f"{self.causes} in each of the last {steps} steps{self._numbers()}: all were skipped, nothing is being "
             f"trained. {REMEDY}",
         )
 

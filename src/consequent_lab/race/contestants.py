@@ -203,6 +203,7 @@ CONTESTANTS = {
             graphs=False,
         ),
         Contestant("C-SGD", torchs("sgd"), (lr(0.1), RELATIVE_DAMPING), correction={}),
+        Contestant("C-SGD-promise", torchs("sgd"), (lr(1.0), RELATIVE_DAMPING), correction={"promise": 1.0}),
         Contestant("C-Nesterov", torchs("nesterov"), (lr(0.01), RELATIVE_DAMPING), correction={}),
         Contestant("C-Adam", torchs("adam"), (lr(3e-4), RELATIVE_DAMPING), correction={}),
         Contestant("C-AdamW", torchs("adamw"), (lr(3e-4), RELATIVE_DAMPING), correction={}),
