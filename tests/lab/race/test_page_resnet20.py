@@ -8,9 +8,12 @@ import pytest
 from race_page import BEST_TEST, RACE, RESNET, ROOT, TEXT, N, arrivals, ends
 
 from consequent_lab.race.curves import unpacked
+from consequent_lab.race.measures import TimeTo
 from consequent_lab.race.results import Results
 from consequent_lab.race.table import spread_of
 from consequent_lab.race.tasks import TASKS
+
+NEARLY = TimeTo("train_accuracy", 0.99, rising=True)
 
 
 def percent(values):
@@ -75,8 +78,12 @@ def test_the_race_of_resnet20_with_cutout():
     ]
     gained = "C-Nesterov gained {:.2f} points over the search's own decay, BatchNorm {:.2f}".format(*gains)
     assert gained in TEXT
-    (muon,) = ends_of(results, "Muon")
-    assert f"**Muon with cutout**, with the search's own decay, has {100 * muon:.4g} % with the one seed" in TEXT
+    low, muon, high = (100 * value for value in ends_of(results, "Muon"))
+    assert (
+        f"**Muon with cutout**, with the search's own decay, has {muon:.2f} % ({low:.2f}, {muon:.2f} and {high:.2f})"
+        in TEXT
+    )
+    assert muon < 100 * min(ours.values)
 
 
 def test_the_race_of_resnet20_in_20_epochs():
@@ -130,6 +137,21 @@ def test_resnet20_to_all_of_its_training_images():
     best = [spread_of(BEST_TEST, results.finals(n)).median for n in ("Nesterov-BN", "C-Nesterov")]
     assert f"{100 * (best[0] - best[1]):.0f} points fewer of the test images" in TEXT
     assert f"**Lost: test accuracy**, by {100 * (best[0] - best[1]):.0f} points" in TEXT
+    muon = statistics.median(arrivals(results, "Muon"))
+    known = 100 * spread_of(BEST_TEST, results.finals("Muon")).median
+    assert max(ours) < min(arrivals(results, "Muon"))
+    assert (
+        f"before Muon without BatchNorm, which needs {muon:,.0f}, and knows more of the test images: {known:.4g} %"
+        in TEXT
+    )
+    promised = sorted(arrivals(results, "C-SGD-promise"))
+    nearly = {name: spread_of(NEARLY, results.finals(name)) for name in ("C-SGD-promise", "C-Nesterov", "Muon")}
+    assert max(nearly["C-SGD-promise"].values) < min(*nearly["C-Nesterov"].values, *nearly["Muon"].values)
+    told = f"knows 99 % after {nearly['C-SGD-promise'].median:,.0f} steps, before all others, and 100 % after "
+    told += f"{promised[1]:,.0f}, with seeds from {promised[0]:,.0f} to {promised[2]:,.0f}"
+    assert told in TEXT
+    untuned = results.task.measure.arrival(unpacked(results.trials("C-SGD-promise")[0]["curve"]))
+    assert f"it was there after {untuned:,} in its first trial" in TEXT
     first, second = results.trials("Muon-BN")
     assert f"arrived after {results.task.measure.arrival(unpacked(first['curve'])):,} steps" in TEXT
     assert second["state"] == "pruned"
