@@ -123,6 +123,7 @@ def _together(numbers: Iterable[Tensor], like: Tensor) -> Tensor:
     return torch.stack([number.to(like) for number in numbers])
 
 
+@torch.no_grad()
 def _sizes_of(parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     """The norms of gradients, of those that have one."""
     kinds: dict[tuple[torch.device, torch.dtype], dict[Tensor, Tensor]] = {}
@@ -139,4 +140,4 @@ def _sizes_of(parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
 
 def _values_of(grad: Tensor) -> Tensor:
     """A gradient's numbers, of a sparse one those that are there."""
-    return grad.detach().coalesce().values() if grad.is_sparse else grad.detach()
+    return grad.coalesce().values() if grad.is_sparse else grad

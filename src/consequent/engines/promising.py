@@ -48,7 +48,8 @@ class Promise:
                 f"promise={most:g} is for losses that are never below zero, and this one is {float(loss.value):g}: "
                 f"{_REMEDY}"
             )
-        self._before = {p: p.grad.clone() for p in parameters if p.grad is not None}
+        grads = {p: p.grad for p in parameters if p.grad is not None}
+        self._before = dict(zip(grads, _copies(list(grads.values())), strict=True))
         self._by_rate: dict[float, list[Tensor]] = {}
         for parameter in self._before:
             rate = rate_of(parameter)
@@ -78,8 +79,7 @@ class Promise:
         is_shortened = shorter < 1
         if answers_at_once(shorter) and not is_shortened:
             return False
-        for parameter in self._before:
-            _shorten(parameter.grad, shorter)
+        _shorten([parameter.grad for parameter in self._before if parameter.grad is not None], shorter)
         return True if answers_at_once(shorter) else is_shortened
 
 
@@ -94,12 +94,21 @@ def _product(old: Tensor, new: Tensor | None) -> Tensor:
     return torch.dot(old.reshape(-1), new.reshape(-1))  # without a third matrix
 
 
-def _shorten(grad: Tensor | None, shorter: Tensor) -> None:
-    """Multiply a gradient without a trace: nobody is to take it for an edit."""
-    assert grad is not None
-    values = grad._values() if grad.is_sparse else grad.data
-    shorter = shorter.to(values.device)
-    if values.dtype.itemsize < 4:  # what it is multiplied by would be rounded as well, to nothing if it is small
-        values.copy_(values.to(shorter.dtype) * shorter)
-    else:
-        values.mul_(shorter)
+def _copies(grads: list[Tensor]) -> list[Tensor]:
+    """Copies of gradients; the dense ones in one call, as a GPU has them soonest."""
+    dense = [grad for grad in grads if not grad.is_sparse]
+    copies = iter(torch._foreach_add(dense, 0.0) if dense else ())
+    return [grad.clone() if grad.is_sparse else next(copies) for grad in grads]
+
+
+def _shorten(grads: list[Tensor], shorter: Tensor) -> None:
+    """Multiply gradients without a trace: nobody is to take it for an edit."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        values = grad._values() if grad.is_sparse else grad.data
+        if values.dtype.itemsize < 4:  # what it is multiplied by would be rounded as well, to nothing if it is small
+            values.copy_(values.to(shorter.dtype) * shorter.to(values.device))
+        else:
+            by_device.setdefault(values.device, []).append(values)
+    for device, its in by_device.items():
+        torch._foreach_mul_(its, shorter.to(device))
