@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 import consequent
 from consequent.engines import promising, step
-from consequent.reports.guards import refuse_promise_of_ranks
 
 
 @pytest.fixture(autouse=True, params=["looked at", "not waited for"])
@@ -535,12 +534,6 @@ def test_a_step_that_never_ends_or_goes_up_is_refused(options):
     mse_loss(model(inputs), targets).backward()
     with pytest.raises(RuntimeError, match="asks how far the optimiser's step goes"):
         optimizer.step()
-
-
-def test_on_several_ranks_it_is_refused():
-    refuse_promise_of_ranks(None)
-    with pytest.raises(RuntimeError, match="promise=1: the losses of several ranks are not added up"):
-        refuse_promise_of_ranks(1.0)
 
 
 # ---- what is kept and told --------------------------------------------------------------------------------------

@@ -255,7 +255,11 @@ class StepCorrector:
         for record in records:
             record.mark_accumulated()
         if self.losses is not None:
-            self.losses.note_sizes(records, {p for record in self.records.values() for p in record.members})
+            if self.is_shared_out:  # then gradients come from other ranks, too
+                self.losses.note_sizes([arrivals.parameter for arrivals in self._arrivals.values()], among=())
+            else:
+                present = {p for record in self.records.values() for p in record.members}
+                self.losses.note_sizes([p for record in records for p in record.members], among=present)
         note_sizes(
             record
             for record in records
@@ -331,7 +335,9 @@ class StepCorrector:
 
     def loss(self) -> LossNow | None:
         """The loss whose gradient is in ``.grad``, where it was looked at and is known."""
-        return None if self.losses is None else self.losses.now(self._members_by_pass())
+        if self.losses is None:
+            return None
+        return self.losses.now(self._members_by_pass(), zeros_are_none=not self.is_shared_out)
 
     def _members_by_pass(self) -> dict[int, list[Tensor]]:
         """The backward passes whose gradients are in ``.grad``, and in whose."""

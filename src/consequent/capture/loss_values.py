@@ -3,17 +3,15 @@
 All numbers stay on the device that they are on, which is not waited for.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from consequent.capture.loss_nodes import outermost_backward
 from consequent.capture.torch_internals import callers_of_backward
-
-if TYPE_CHECKING:
-    from consequent.capture.records import Record
+from consequent.ranks.sharded_tensors import local
 
 
 class LossNow(NamedTuple):
@@ -65,32 +63,34 @@ class LossValues:
         self._of[backward_pass] = torch.zeros_like(total) if is_counted else total
         self._calls[backward_pass] = call.mark
 
-    def note_sizes(self, records: "Iterable[Record]", present: set[Tensor]) -> None:
+    def note_sizes(self, parameters: Iterable[Tensor], among: Collection[Tensor]) -> None:
         """A pass is over: how large are the gradients that it has left?
 
         Args:
-            records: that it has filled.
-            present: the parameters of all records.
+            parameters: to whose gradients it has come.
+            among: all whose sizes count, also from earlier passes.
         """
-        kept = {parameter: size for parameter, size in self._sizes.items() if parameter in present}
-        self._sizes = kept | _sizes_of([p for record in records for p in record.members])
+        kept = {parameter: size for parameter, size in self._sizes.items() if parameter in among}
+        self._sizes = kept | _sizes_of(parameters)
 
     # ---- at the step ------------------------------------------------------------------------------------------------
 
-    def now(self, passes: Mapping[int, Sequence[Tensor]]) -> LossNow | None:
+    def now(self, passes: Mapping[int, Sequence[Tensor]], *, zeros_are_none: bool) -> LossNow | None:
         """The loss of these passes together; None where it is not known of each.
 
         Args:
-            passes: each with the parameters to whose gradients it came. Where these are all zero now, it was thrown
-                away: on a GPU that was not looked at before.
+            passes: each with the parameters to whose gradients it came.
+            zeros_are_none: whether a pass is not there any more if these are all zero: on a GPU that was not looked at
+                before. Of several ranks one may have no part of a gradient.
         """
         values = [self._of.get(one) for one in passes]
         known = [value for value in values if value is not None]
         if not known or len(known) < len(values):
             return None
-        sizes = _sizes_of({p: None for members in passes.values() for p in members})
-        if len(passes) > 1:
-            known = [_if_any(members, sizes, value) for members, value in zip(passes.values(), known, strict=True)]
+        members = (p for its in passes.values() for p in its)
+        sizes = _sizes_of(dict.fromkeys((*members, *self._sizes)))
+        if len(passes) > 1 and zeros_are_none:
+            known = [_if_any(its, sizes, value) for its, value in zip(passes.values(), known, strict=True)]
         total = _sum(known)
         parameters = list(sizes)
         before = [self._sizes.get(p, size) for p, size in sizes.items()]
@@ -129,7 +129,7 @@ def _sizes_of(parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     kinds: dict[tuple[torch.device, torch.dtype], dict[Tensor, Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            values = _values_of(parameter.grad)
+            values = _values_of(local(parameter.grad))
             kinds.setdefault((values.device, values.dtype), {})[parameter] = values
     sizes: dict[Tensor, Tensor] = {}
     for (_, dtype), grads in kinds.items():

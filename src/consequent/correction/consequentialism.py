@@ -95,7 +95,7 @@ class Consequentialism:
         promise: π: how much of the loss one step may promise to take away, to first order; 1 is all of it. A step that
             promises more is shortened, all layers alike, so that the learning rate may be far too high: 1 for SGD
             without momentum. For losses that can come close to zero and never below it, as mean squares and
-            cross-entropies, that ``backward()`` is called on; where ``bound`` is, on one rank. Counted
+            cross-entropies, that ``backward()`` is called on; where ``bound`` is. Counted
             (``counters.promised``). None: no limit.
         check: raise on NaN, inf or a failed factorisation instead of counting it. On a GPU this waits for the device.
         foresight: keep what :meth:`foresight` needs. Costs memory and time.
@@ -182,7 +182,7 @@ class Consequentialism:
         self._limit_promise(promise)
         if process_group is not None:
             try:
-                self._together.join(process_group)
+                self._together.join(process_group, by_hand=True)
             except BaseException:
                 self._stop_watching()
                 raise

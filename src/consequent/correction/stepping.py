@@ -136,21 +136,32 @@ class Stepping:
             reduction = seen if self._loss.is_seen else self._loss.reduction
             is_sound = True if promise is None else promise.is_sound
             is_taken = self._rewriter.rewrite(reduction, passes, bounded=bounded, loss_is_sound=is_sound)
+        layers, self._rewriter.rewritten = self._rewriter.rewritten, []
         if is_taken:
-            if promise is not None:
-                self._parts.reports.add("promised", promise.keep())
+            if promise is not None and len(layers) > 1:  # one alone lands where it should
+                self._parts.reports.add("promised", promise.keep([p for layer in layers for p in layer]))
             self._rewriter.note_corrected()
         return is_taken
 
     def _promise(self) -> Promise | None:
-        """What the step promises, if that is limited; one layer alone lands where it should."""
-        most = self._rewriter.promise
-        records = [record for record in self._corrector.records.values() if not record.is_empty]
-        if most is None or len(records) < 2:
+        """What the step promises, if that is limited."""
+        most, exchange = self._rewriter.promise, self._rewriter.exchange
+        if most is None:
             return None
-        parameters = [p for record in records for p in record.members]
-        may_wait = self._rewriter.looks
-        return Promise(parameters, self._rate_downwards, self._corrector.loss(), most, may_wait=may_wait)
+        layers = self._rewriter.to_be_rewritten()
+        if len(layers) < 2:
+            return None
+        loss = self._corrector.loss()
+        if exchange is not None:
+            loss = exchange.mean_loss(loss, took_part=bool(self._corrector.passes()), device=self._rewriter.device)
+        return Promise(
+            [p for layer in layers for p in layer],
+            self._rate_downwards,
+            loss,
+            most,
+            may_wait=self._rewriter.looks,
+            ranks=None if exchange is None else exchange.ranks,
+        )
 
     def _rate_downwards(self, parameter: Tensor) -> float | None:
         """How far a gradient moves a parameter in all; None where that is not known, or is upwards."""

@@ -52,8 +52,13 @@ class Together:
         if group is not None:
             self.join(group)
 
-    def join(self, group: "ProcessGroup") -> None:
-        """Train together with the ranks of this group from now on."""
+    def join(self, group: "ProcessGroup", *, by_hand: bool = False) -> None:
+        """Train together with the ranks of this group from now on.
+
+        Args:
+            group: all of them.
+            by_hand: whether no wrapper averages the gradients, but the user does.
+        """
         ranks = Ranks(group)
         if ranks.size == 1:
             return
@@ -85,7 +90,13 @@ class Together:
         self._parts.corrector.share_out()
         rewriter = self._parts.rewriter
         rewriter.exchange = Exchange(
-            capture, self._parts.corrector, ranks, self._parts.groups.damping_of, rewriter.averages, self._settings
+            capture,
+            self._parts.corrector,
+            ranks,
+            self._parts.groups.damping_of,
+            rewriter.averages,
+            self._settings,
+            by_hand=by_hand,
         )
 
     def warn_of_ranks_left_out(self) -> None:

@@ -1,6 +1,6 @@
 """Shortening all new gradients of a step alike, so that it promises no more than the loss has."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -8,6 +8,8 @@ from torch import Tensor
 from consequent.capture.loss_values import LossNow
 from consequent.capture.torch_internals import answers_at_once
 from consequent.maths.promise import shortening
+from consequent.ranks.process_group import Ranks
+from consequent.ranks.sharded_tensors import holders_of, local
 
 ROUNDING = 1e-6  # by which a loss may be below zero
 
@@ -26,6 +28,7 @@ class Promise:
         loss: whose gradients they are; None where it was not seen.
         most: π: how much of it may be promised.
         may_wait: whether the host may wait for a device to look at the loss.
+        ranks: that train together, where there are several; each may have a part of a gradient alone.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Promise:
         most: float,
         *,
         may_wait: bool,
+        ranks: Ranks | None,
     ) -> None:
         if loss is None:
             raise RuntimeError(
@@ -48,9 +52,9 @@ class Promise:
                 f"promise={most:g} is for losses that are never below zero, and this one is {float(loss.value):g}: "
                 f"{_REMEDY}"
             )
-        grads = {p: p.grad for p in parameters if p.grad is not None}
+        grads = {p: local(p.grad) for p in parameters if p.grad is not None}
         self._before = dict(zip(grads, _copies(list(grads.values())), strict=True))
-        self._by_rate: dict[float, list[Tensor]] = {}
+        self._rates: dict[Tensor, float] = {}
         for parameter in self._before:
             rate = rate_of(parameter)
             if rate is None:
@@ -59,33 +63,45 @@ class Promise:
                     "must be below 1, maximize=False, its learning rate no tensor on a GPU, and it must not be fused "
                     f"with a GradScaler. Or {_REMEDY}"
                 )
-            self._by_rate.setdefault(rate, []).append(parameter)
+            self._rates[parameter] = rate
         self.is_sound = loss.value.isfinite() & ~is_negative
         self._factors = loss.factors
+        self._ranks = ranks
         self._allowed = loss.value.clamp(min=0) * most
 
-    def keep(self) -> bool | Tensor:
-        """Shorten the gradients that are there now, if they promise too much; whether they did.
+    def keep(self, parameters: Iterable[Tensor]) -> bool | Tensor:
+        """Shorten the gradients that these parameters have now, if they promise too much; whether they did.
 
         What the passes left is the gradient of the loss. It may have been multiplied since, and the new gradient with
         it: ``⟨U, G⟩`` is of the latter as it is applied, and of the former as it was.
         """
-        promised = torch.zeros_like(self._allowed)
-        for rate, parameters in self._by_rate.items():
-            products = torch.stack([_product(self._before[p], p.grad).to(promised) for p in parameters])
-            factors = torch.stack([self._factors[p] for p in parameters])
+        corrected = [parameter for parameter in parameters if parameter in self._before]
+        by_rate: dict[float, list[Tensor]] = {}
+        for parameter in corrected:
+            by_rate.setdefault(self._rates[parameter], []).append(parameter)
+        promised, one = torch.zeros_like(self._allowed), torch.ones_like(self._allowed)
+        for rate, its in by_rate.items():
+            products = torch.stack([self._product(p).to(promised) for p in its])
+            factors = torch.stack([self._factors.get(p, one).to(promised) for p in its])
             promised += rate * (products / factors).sum()
+        if self._ranks is not None:
+            self._ranks.add_up(promised)
         shorter = shortening(promised, self._allowed)
         is_shortened = shorter < 1
         if answers_at_once(shorter) and not is_shortened:
             return False
-        _shorten([parameter.grad for parameter in self._before if parameter.grad is not None], shorter)
+        _shorten([local(parameter.grad) for parameter in corrected if parameter.grad is not None], shorter)
         return True if answers_at_once(shorter) else is_shortened
 
+    def _product(self, parameter: Tensor) -> Tensor:
+        """A parameter's ``⟨U, G⟩``; of several ranks, this one's share in it."""
+        assert parameter.grad is not None
+        product = _product(self._before[parameter], local(parameter.grad))
+        return product if self._ranks is None else product / holders_of(parameter, self._ranks.size)
 
-def _product(old: Tensor, new: Tensor | None) -> Tensor:
+
+def _product(old: Tensor, new: Tensor) -> Tensor:
     """``⟨U, G⟩``; in half precision squares of gradients would be nothing, or infinite."""
-    assert new is not None
     dtype = torch.promote_types(old.dtype, torch.float32)
     old, new = old.to(dtype), new.to(dtype)
     if old.is_sparse and new.is_sparse:

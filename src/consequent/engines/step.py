@@ -74,6 +74,7 @@ class Rewriter:
         self.averages = averages
         self._watch: Watch | None = None
         self._filled: list[Record] = []  # what there is to do, on this rank
+        self.rewritten: list[list[Tensor]] = []  # each layer's parameters, of the step that is under way
         self._steps = 0
         self.exchange: Exchange | None = None  # with the other ranks, once there are any
         self.samples: int | None = None  # N of the last step
@@ -102,7 +103,8 @@ class Rewriter:
                 refuse_capture_of_averages()
             if self.exchange is not None:
                 refuse_capture_of_ranks()
-                refuse_promise_of_ranks(self.promise)
+                if self.exchange.by_hand:
+                    refuse_promise_of_ranks(self.promise)
                 for record in records:
                     for use in record.uses:
                         use.refuse_overwritten_inputs()
@@ -112,6 +114,12 @@ class Rewriter:
                 raise
             failure = error  # first tell the others, who would wait
         return bool(records) if self.exchange is None else self.exchange.open(failure)
+
+    def to_be_rewritten(self) -> list[list[Tensor]]:
+        """Each layer's parameters, of those that this step may rewrite; of several ranks this one may lack a layer."""
+        if self.exchange is None:
+            return [record.members for record in self._filled]
+        return [unit for layer in self._capture.layers.values() for unit in self._capture.units_of(layer)]
 
     @property
     def looks(self) -> bool:
@@ -142,6 +150,7 @@ class Rewriter:
                 self.averages.apply(records, self._damping_of)
                 records = [record for record in records if not record.is_empty]
             bounded &= len(records) > 1  # one alone lands where it should
+            self.rewritten = [record.members for record in records]
             records = [part for record in records if (part := self._own_part(record)) is not None]
             self.divisor = divisor = loss_divisor(loss_reduction, self.samples)
             solved, shortened = self._solutions_of(records, divisor, bounded=bounded)

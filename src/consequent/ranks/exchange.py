@@ -11,10 +11,12 @@ layer is solved, follows from these numbers alone, so that all ranks do the same
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from consequent.capture.at_step import StepCorrector
 from consequent.capture.capture import Capture
+from consequent.capture.loss_values import LossNow
 from consequent.capture.records import Record
 from consequent.maths.damping import Damping
 from consequent.ranks.announcements import MISBEHAVES
@@ -37,6 +39,7 @@ class Exchange:
         damping_of: λ for a parameter.
         averages: of moments, over steps.
         settings: what all ranks must agree on besides the layers, as text by name.
+        by_hand: whether no wrapper averages the gradients, but the user does.
     """
 
     def __init__(
@@ -47,8 +50,11 @@ class Exchange:
         damping_of: Callable[[Tensor], Damping],
         averages: Averages,
         settings: Callable[[], dict[str, str]],
+        *,
+        by_hand: bool,
     ) -> None:
         self.ranks = ranks
+        self.by_hand = by_hand
         self._capture = capture
         self._corrector = corrector
         self._averages = averages
@@ -101,6 +107,21 @@ class Exchange:
                 known = Idle(known.uses, known.features, known.biases, plan.rows)
             plan.record.statistic = known
         return [plan.record for plan in plans]
+
+    def mean_loss(self, loss: LossNow | None, *, took_part: bool, device: torch.device) -> LossNow | None:
+        """The mean of all ranks' losses, of which wrappers make the gradient; None where one is not known.
+
+        Args:
+            loss: this rank's.
+            took_part: whether it had a backward pass; if not, its loss is 0.
+            device: on which the ranks talk to each other.
+        """
+        mine = loss if took_part else LossNow(torch.zeros((), device=device), {})
+        if not self.ranks.is_true_everywhere(mine is not None) or mine is None:
+            return None
+        total = mine.value.to(device, torch.float64, copy=True)
+        self.ranks.add_up(total)
+        return LossNow(total / self.ranks.size, mine.factors)
 
     def _share_misbehaving(self) -> None:
         """A layer that is no matrix product on one rank stays plain on all."""

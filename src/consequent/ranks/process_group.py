@@ -66,6 +66,10 @@ class Ranks:
         dist.all_reduce(bad, dist.ReduceOp.MAX, group=self.group)
         self.traffic.add_summed(bad.nbytes)
 
+    def add_up(self, number: Tensor) -> None:
+        """Put the sum of all ranks' numbers in the place of each; no host waits for its device."""
+        self.start_sum(number).wait()
+
     def start_sum(self, tensor: Tensor) -> "Work":
         """Start to add up every rank's tensor, in place."""
         self.traffic.add_summed(tensor.nbytes)

@@ -1,5 +1,6 @@
 """What torch says of a sharded tensor (``DTensor``), without importing what only sharded training needs."""
 
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,19 @@ def is_sharded(tensor: Any) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part: the same memory. An ordinary tensor is all of it."""
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def holders_of(tensor: Tensor, ranks: int) -> int:
+    """How many ranks have the same part of it as this one: all, unless it is sharded.
+
+    Args:
+        tensor: the tensor.
+        ranks: how many there are.
+    """
+    if not is_sharded(tensor):
+        return ranks
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    return prod(mesh.size(place) for place, placement in enumerate(placements) if placement.is_replicate())
 
 
 def is_nonzero(gradient: Tensor) -> bool:

@@ -154,11 +154,11 @@ def refuse_capture_of_ranks() -> None:
 
 
 def refuse_promise_of_ranks(promise: float | None) -> None:
-    """Raise if a step's promise is limited, on several ranks: each knows its own part of the loss."""
+    """Raise if a step's promise is limited, on several ranks whose gradients no wrapper averages."""
     if promise is not None:
         raise RuntimeError(
-            f"promise={promise:g}: the losses of several ranks are not added up; leave it out, or attach with "
-            "across_ranks=False"
+            f"promise={promise:g} asks what becomes of gradients between the backward pass and the step, and with "
+            "process_group= they are averaged by hand: wrap the model in DistributedDataParallel, or leave promise= out"
         )
 
 
