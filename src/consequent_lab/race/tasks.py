@@ -253,7 +253,7 @@ def tabular(name: str) -> Task:
         metric="accuracy" if is_class else "",
         measure=Final("test_loss"),
         reported=(Final("test_accuracy", rising=True), Final("train_loss")) if is_class else (Final("train_loss"),),
-        contestants=DECAYED,
+        contestants=(*DECAYED, "C-SGD-promise"),
         batch_size=32,
         epochs=20,
         evaluations=20,
