@@ -122,6 +122,31 @@ def test_one_layer_alone_lands_where_it_should():
     assert correction.counters.promised == 0
 
 
+@pytest.mark.parametrize("lr", [1.5, 100.0])
+def test_one_layer_alone_goes_no_further_than_its_targets(lr):
+    model = network(5, 3)
+    inputs, targets = data(samples=4)
+    after, correction = stepped(
+        model, lambda one: mse_loss(one(inputs), targets).backward(), lr=lr, damping=1e-9, loss_reduction="mse"
+    )
+    torch.testing.assert_close(after(inputs), targets, rtol=1e-4, atol=1e-4)
+    assert correction.counters.promised == 1
+
+
+def test_what_was_given_to_backward_is_not_kept_alive():
+    model = network(5, 7, 3)
+    inputs, _ = data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    consequent.attach(optimizer, model, promise=1.0, loss_reduction=9.0)
+    outputs = model(inputs).square()
+    gradient = torch.ones_like(outputs)
+    outputs.backward(gradient)
+    optimizer.step()
+    kept = weakref.ref(gradient)
+    del gradient
+    assert kept() is None
+
+
 # ---- the same loss, said otherwise ------------------------------------------------------------------------------
 
 

@@ -317,6 +317,8 @@ class StepCorrector:
         self._ahead.forget()
         for record in self.records.values():
             record.clear()
+        if self.losses is not None:
+            self.losses.forget_but(())
         if len(self.records) > len(self._weights):  # of weights that stood in for a layer's own (functional_call)
             self._forget_unwatched()
 
@@ -337,7 +339,8 @@ class StepCorrector:
         """The loss whose gradient is in ``.grad``, where it was looked at and is known."""
         if self.losses is None:
             return None
-        return self.losses.now(self._members_by_pass(), zeros_are_none=not self.is_shared_out)
+        has_parts = any(is_sharded(weight) for weight in self.records)
+        return self.losses.now(self._members_by_pass(), zeros_are_none=not has_parts)
 
     def _members_by_pass(self) -> dict[int, list[Tensor]]:
         """The backward passes whose gradients are in ``.grad``, and in whose."""

@@ -81,7 +81,7 @@ class LossValues:
         Args:
             passes: each with the parameters to whose gradients it came.
             zeros_are_none: whether a pass is not there any more if these are all zero: on a GPU that was not looked at
-                before. Of several ranks one may have no part of a gradient.
+                before. A rank that has parts of gradients may have none of these.
         """
         values = [self._of.get(one) for one in passes]
         known = [value for value in values if value is not None]

@@ -259,6 +259,17 @@ def patience_of(group: Any) -> timedelta:
     return patience
 
 
+def divide_factor_of(model: nn.Module) -> float | None:
+    """What ``fully_shard`` was told to divide sums of gradients by, instead of by the number of ranks."""
+    getters: list[Any] = [getattr(module, "_get_fsdp_state", None) for module in model.modules()]
+    for state in [get() for get in getters if get is not None]:
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for factor in [getattr(group, "gradient_divide_factor", None) for group in groups]:
+            if factor is not None:
+                return float(factor)
+    return None
+
+
 def with_globals(function: Any, **others: Any) -> Callable[..., Any]:
     """A function of torch that is written in Python, with others in the place of some that it calls."""
     known = {**function.__globals__, **others}

@@ -13,8 +13,8 @@ from consequent.capture.separate_scales import in_one_unit
 from consequent.capture.use import Entry
 from consequent.correction.first_step import FirstStep
 from consequent.correction.parts import Parts
+from consequent.correction.promises import Promises
 from consequent.correction.together import Together
-from consequent.engines.promising import Promise
 from consequent.foresight import Foresight
 from consequent.maths.precision import in_full_precision
 from consequent.options.loss_divisor import sum_over_ranks
@@ -41,6 +41,7 @@ class Stepping:
         self._groups = parts.groups
         self._rewriter = parts.rewriter
         self._loss = parts.loss
+        self._promises = Promises(parts)
         self._first_step = first_step
         self._together = together
         self._notice = notice
@@ -131,44 +132,17 @@ class Stepping:
         def seen(samples: int) -> float:
             return self._divisor_on_all_ranks(passes)
 
-        promise = self._promise() if bounded else None
+        promise = self._promises.before() if bounded else None
         with in_one_unit(self._corrector.records.values()):
             reduction = seen if self._loss.is_seen else self._loss.reduction
             is_sound = True if promise is None else promise.is_sound
             is_taken = self._rewriter.rewrite(reduction, passes, bounded=bounded, loss_is_sound=is_sound)
         layers, self._rewriter.rewritten = self._rewriter.rewritten, []
         if is_taken:
-            if promise is not None and len(layers) > 1:  # one alone lands where it should
-                self._parts.reports.add("promised", promise.keep([p for layer in layers for p in layer]))
+            if bounded:
+                self._promises.after(promise, layers)
             self._rewriter.note_corrected()
         return is_taken
-
-    def _promise(self) -> Promise | None:
-        """What the step promises, if that is limited."""
-        most, exchange = self._rewriter.promise, self._rewriter.exchange
-        if most is None:
-            return None
-        layers = self._rewriter.to_be_rewritten()
-        if len(layers) < 2:
-            return None
-        loss = self._corrector.loss()
-        if exchange is not None:
-            loss = exchange.mean_loss(loss, took_part=bool(self._corrector.passes()), device=self._rewriter.device)
-        return Promise(
-            [p for layer in layers for p in layer],
-            self._rate_downwards,
-            loss,
-            most,
-            may_wait=self._rewriter.looks,
-            ranks=None if exchange is None else exchange.ranks,
-        )
-
-    def _rate_downwards(self, parameter: Tensor) -> float | None:
-        """How far a gradient moves a parameter in all; None where that is not known, or is upwards."""
-        group = self._groups.group_of(parameter)
-        if group is None:
-            return 0.0
-        return None if group.get("maximize") else self._groups.rate_in_the_long_run(parameter)
 
     def _divisor_on_all_ranks(self, passes: list[set[Entry]]) -> float:
         """What was seen of the loss, on all ranks together, who ask this together."""

@@ -1,6 +1,6 @@
 """Shortening all new gradients of a step alike, so that it promises no more than the loss has."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from consequent.ranks.sharded_tensors import holders_of, local
 
 ROUNDING = 1e-6  # by which a loss may be below zero
 
-_REMEDY = "leave promise= out, and lower the learning rate where it is too high"
+REMEDY = "leave promise= out, and lower the learning rate where it is too high"
 
 
 class Promise:
@@ -23,48 +23,26 @@ class Promise:
         is_sound: whether the loss is a number, and none below zero; otherwise the step must not be taken.
 
     Args:
-        parameters: whose gradients are corrected.
-        rate_of: how far a gradient moves a parameter in all, momentum included; None where that is not known.
-        loss: whose gradients they are; None where it was not seen.
+        rates: how far a gradient moves each of the parameters in all, momentum included, whose gradients are corrected.
+        loss: whose gradients they are.
         most: π: how much of it may be promised.
         may_wait: whether the host may wait for a device to look at the loss.
         ranks: that train together, where there are several; each may have a part of a gradient alone.
     """
 
     def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        rate_of: Callable[[Tensor], float | None],
-        loss: LossNow | None,
-        most: float,
-        *,
-        may_wait: bool,
-        ranks: Ranks | None,
+        self, rates: Mapping[Tensor, float], loss: LossNow, most: float, *, may_wait: bool, ranks: Ranks | None
     ) -> None:
-        if loss is None:
-            raise RuntimeError(
-                f"promise={most:g} asks how large the loss is, and it was not seen: call loss.backward() on it, or "
-                f"torch.autograd.backward(), in one thread at a time. Or {_REMEDY}"
-            )
         is_negative = (loss.value < -ROUNDING) & loss.value.isfinite()
         if (may_wait or answers_at_once(loss.value)) and is_negative:
             raise ValueError(
                 f"promise={most:g} is for losses that are never below zero, and this one is {float(loss.value):g}: "
-                f"{_REMEDY}"
+                f"{REMEDY}"
             )
-        grads = {p: local(p.grad) for p in parameters if p.grad is not None}
-        self._before = dict(zip(grads, _copies(list(grads.values())), strict=True))
-        self._rates: dict[Tensor, float] = {}
-        for parameter in self._before:
-            rate = rate_of(parameter)
-            if rate is None:
-                raise RuntimeError(
-                    f"promise={most:g} asks how far the optimiser's step goes, and that it goes down: its momentum "
-                    "must be below 1, maximize=False, its learning rate no tensor on a GPU, and it must not be fused "
-                    f"with a GradScaler. Or {_REMEDY}"
-                )
-            self._rates[parameter] = rate
         self.is_sound = loss.value.isfinite() & ~is_negative
+        grads = {p: local(p.grad) for p in rates if p.grad is not None}
+        self._before = dict(zip(grads, _copies(list(grads.values())), strict=True))
+        self._rates = rates
         self._factors = loss.factors
         self._ranks = ranks
         self._allowed = loss.value.clamp(min=0) * most
@@ -90,7 +68,7 @@ class Promise:
         is_shortened = shorter < 1
         if answers_at_once(shorter) and not is_shortened:
             return False
-        _shorten([local(parameter.grad) for parameter in corrected if parameter.grad is not None], shorter)
+        _shorten(corrected, shorter)
         return True if answers_at_once(shorter) else is_shortened
 
     def _product(self, parameter: Tensor) -> Tensor:
@@ -117,14 +95,34 @@ def _copies(grads: list[Tensor]) -> list[Tensor]:
     return [grad.clone() if grad.is_sparse else next(copies) for grad in grads]
 
 
-def _shorten(grads: list[Tensor], shorter: Tensor) -> None:
+def land(rates: Mapping[Tensor, float]) -> bool | Tensor:
+    """Shorten the gradients of one layer that is corrected alone, if they go beyond its targets; whether they did.
+
+    At the rate 1 they land there.
+
+    Args:
+        rates: how far a gradient moves each of the layer's parameters in all.
+    """
+    highest = max(rates.values(), default=0.0)
+    if highest <= 1:
+        return False
+    _shorten(rates, 1 / highest)
+    device = next(iter(rates)).device
+    return True if answers_at_once(device) else torch.ones((), dtype=torch.int64, device=device)
+
+
+def _shorten(parameters: Iterable[Tensor], shorter: float | Tensor) -> None:
     """Multiply gradients without a trace: nobody is to take it for an edit."""
     by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        values = grad._values() if grad.is_sparse else grad.data
-        if values.dtype.itemsize < 4:  # what it is multiplied by would be rounded as well, to nothing if it is small
-            values.copy_(values.to(shorter.dtype) * shorter.to(values.device))
-        else:
-            by_device.setdefault(values.device, []).append(values)
-    for device, its in by_device.items():
-        torch._foreach_mul_(its, shorter.to(device))
+    for parameter in parameters:
+        if parameter.grad is not None:
+            grad = local(parameter.grad)
+            by_device.setdefault(grad.device, []).append(grad._values() if grad.is_sparse else grad.data)
+    for device, grads in by_device.items():
+        factor = shorter.to(device) if isinstance(shorter, Tensor) else shorter
+        for grad in grads:
+            if grad.dtype.itemsize < 4:  # the factor would be rounded as well, to nothing if it is small
+                grad.copy_(grad.float() * factor)
+        full = [grad for grad in grads if grad.dtype.itemsize >= 4]
+        if full:
+            torch._foreach_mul_(full, factor)

@@ -103,8 +103,7 @@ class Rewriter:
                 refuse_capture_of_averages()
             if self.exchange is not None:
                 refuse_capture_of_ranks()
-                if self.exchange.by_hand:
-                    refuse_promise_of_ranks(self.promise)
+                refuse_promise_of_ranks(self.promise, self._groups.model, by_hand=self.exchange.by_hand)
                 for record in records:
                     for use in record.uses:
                         use.refuse_overwritten_inputs()

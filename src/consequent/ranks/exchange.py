@@ -16,7 +16,6 @@ from torch import Tensor
 
 from consequent.capture.at_step import StepCorrector
 from consequent.capture.capture import Capture
-from consequent.capture.loss_values import LossNow
 from consequent.capture.records import Record
 from consequent.maths.damping import Damping
 from consequent.ranks.announcements import MISBEHAVES
@@ -108,20 +107,11 @@ class Exchange:
             plan.record.statistic = known
         return [plan.record for plan in plans]
 
-    def mean_loss(self, loss: LossNow | None, *, took_part: bool, device: torch.device) -> LossNow | None:
-        """The mean of all ranks' losses, of which wrappers make the gradient; None where one is not known.
-
-        Args:
-            loss: this rank's.
-            took_part: whether it had a backward pass; if not, its loss is 0.
-            device: on which the ranks talk to each other.
-        """
-        mine = loss if took_part else LossNow(torch.zeros((), device=device), {})
-        if not self.ranks.is_true_everywhere(mine is not None) or mine is None:
-            return None
-        total = mine.value.to(device, torch.float64, copy=True)
+    def mean(self, number: Tensor) -> Tensor:
+        """The mean of all ranks' numbers, as wrappers average gradients; no host waits for its device."""
+        total = number.to(torch.float64, copy=True)
         self.ranks.add_up(total)
-        return LossNow(total / self.ranks.size, mine.factors)
+        return total / self.ranks.size
 
     def _share_misbehaving(self) -> None:
         """A layer that is no matrix product on one rank stays plain on all."""

@@ -8,7 +8,7 @@ from torch.optim import LBFGS, Optimizer
 from consequent.capture.at_step import StepCorrector
 from consequent.capture.capture import Capture
 from consequent.capture.records import Record
-from consequent.capture.torch_internals import graph_is_being_captured
+from consequent.capture.torch_internals import divide_factor_of, graph_is_being_captured
 from consequent.options.parameter_groups import parameters_of
 from consequent.ranks.sharded_tensors import is_nonzero
 from consequent.reports.errors import CAPTURED_TOO_EARLY
@@ -153,12 +153,26 @@ def refuse_capture_of_ranks() -> None:
         )
 
 
-def refuse_promise_of_ranks(promise: float | None) -> None:
-    """Raise if a step's promise is limited, on several ranks whose gradients no wrapper averages."""
-    if promise is not None:
+def refuse_promise_of_ranks(promise: float | None, model: nn.Module, *, by_hand: bool) -> None:
+    """Raise if a step's promise is limited, on several ranks whose gradients no wrapper averages.
+
+    Args:
+        promise: π.
+        model: what is trained.
+        by_hand: whether the user averages them.
+    """
+    if promise is None:
+        return
+    if by_hand:
         raise RuntimeError(
             f"promise={promise:g} asks what becomes of gradients between the backward pass and the step, and with "
             "process_group= they are averaged by hand: wrap the model in DistributedDataParallel, or leave promise= out"
+        )
+    factor = divide_factor_of(model)
+    if factor is not None:
+        raise RuntimeError(
+            f"promise={promise:g} takes the gradients for those of the mean of all ranks' losses, and "
+            f"set_gradient_divide_factor({factor:g}) was called: leave out one of the two"
         )
 
 

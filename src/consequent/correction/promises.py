@@ -1,0 +1,77 @@
+"""What the steps of a correction may promise: the loss and the rates are found, and all ranks agree on them."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from consequent.capture.loss_values import LossNow
+from consequent.correction.parts import Parts
+from consequent.engines.promising import REMEDY, Promise, land
+
+_NOT_SEEN = (
+    "asks how large the loss is, and it was not seen: call loss.backward() on it, or torch.autograd.backward(), in one "
+    "thread at a time, on every rank"
+)
+_NOT_DOWN = (
+    "asks how far the optimiser's step goes, and that it goes down: its momentum must be below 1, maximize=False, its "
+    "learning rate no tensor on a GPU, and it must not be fused with a GradScaler"
+)
+
+
+class Promises:
+    """Limits what steps promise, where π is set.
+
+    Args:
+        parts: of the correction.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def before(self) -> Promise | None:
+        """Before gradients are corrected: what the step will promise. None for one layer alone, or without a limit."""
+        rewriter, exchange = self._parts.rewriter, self._parts.rewriter.exchange
+        most, layers = rewriter.promise, rewriter.to_be_rewritten()
+        if most is None or len(layers) < 2:
+            return None
+        loss = self._parts.corrector.loss()
+        rates = self._rates_of([parameter for layer in layers for parameter in layer])
+        why = _NOT_SEEN if loss is None else _NOT_DOWN if rates is None else ""
+        if exchange is not None and not exchange.ranks.is_true_everywhere(not why):
+            why = why or "cannot be kept on another rank; the error there says why"
+        if why or loss is None or rates is None:
+            raise RuntimeError(f"promise={most:g} {why}. Or {REMEDY}")
+        if exchange is not None:
+            loss = LossNow(exchange.mean(loss.value.to(rewriter.device)), loss.factors)
+        ranks = None if exchange is None else exchange.ranks
+        return Promise(rates, loss, most, may_wait=rewriter.looks, ranks=ranks)
+
+    def after(self, promise: Promise | None, layers: Sequence[Sequence[Tensor]]) -> None:
+        """When they are corrected: keep it.
+
+        Args:
+            promise: what :meth:`before` has returned.
+            layers: each layer's parameters, of all whose gradients were corrected.
+        """
+        if self._parts.rewriter.promise is None or not layers:
+            return
+        parameters = [parameter for layer in layers for parameter in layer]
+        is_shortened: bool | Tensor = False
+        if len(layers) == 1:
+            is_shortened = land(self._rates_of(parameters) or {})
+        elif promise is not None:
+            is_shortened = promise.keep(parameters)
+        self._parts.reports.add("promised", is_shortened)
+
+    def _rates_of(self, parameters: Sequence[Tensor]) -> dict[Tensor, float] | None:
+        """How far a gradient moves each of them; None where that is not known of one, or is upwards."""
+        rates = {parameter: self._rate_of(parameter) for parameter in parameters if parameter.grad is not None}
+        known = {parameter: rate for parameter, rate in rates.items() if rate is not None}
+        return known if len(known) == len(rates) else None
+
+    def _rate_of(self, parameter: Tensor) -> float | None:
+        groups = self._parts.groups
+        group = groups.group_of(parameter)
+        if group is None:
+            return 0.0
+        return None if group.get("maximize") else groups.rate_in_the_long_run(parameter)
