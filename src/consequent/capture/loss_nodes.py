@@ -5,11 +5,14 @@ Tensors that nodes had saved are gone by then; numbers, as of a reduction or a s
 
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
 from torch.autograd.graph import Node
+
+from consequent.capture.torch_internals import innermost_frames
 
 # Operations that only change the shape or the type.
 SAME_ELEMENTS = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy"}
@@ -47,16 +50,16 @@ class BackwardCall(NamedTuple):
 
 def started_passes() -> list[Started]:
     """What the calls of backward() under way began with; on a GPU these are of another thread."""
-    calls = [call for innermost in sys._current_frames().values() for call in _calls_around(innermost)]
+    calls = [call for innermost in innermost_frames().values() for call in _calls_around(innermost)]
     nodes = [(getattr(loss, "grad_fn", None), call.gradients is not None) for call in calls for loss in call.losses]
     return [Started(node, with_gradient) for node, with_gradient in nodes if node is not None]
 
 
 def outermost_backward(thread: int) -> BackwardCall | None:
     """The call of backward() that a thread is in; one inside of another (reentrant checkpointing) is a part of that."""
-    frames = sys._current_frames().items()
-    calls = [call for one, innermost in frames if one == thread for call in _calls_around(innermost)]
-    del frames  # one is that of this function
+    innermost = sys._getframe() if thread == threading.get_ident() else innermost_frames().get(thread)
+    calls = [] if innermost is None else _calls_around(innermost)
+    del innermost  # which may be that of this function
     return next((call for call in reversed(calls) if call.mark is not None), None)
 
 

@@ -4,6 +4,7 @@ PyTorch asks itself these questions through the same names (``torch.utils.checkp
 That all of them exist is tested when this module is imported.
 """
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -155,9 +156,28 @@ def after_backward(callback: Callable[[], None]) -> None:
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
+_looking_at_frames = threading.RLock()
+
+
+def innermost_frames() -> dict[int, FrameType]:
+    """Every thread's, by its number.
+
+    No garbage is collected meanwhile: up to Python 3.11.8 what is destroyed by that may wait for ever for a lock that
+    is held here (CPython's issue 106883; a correction that was thrown away is such a thing).
+    """
+    with _looking_at_frames:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
+
+
 def threads_in_backward() -> set[int]:
     """The threads that are inside of a call of ``backward()`` or ``torch.autograd.grad()``."""
-    return {thread for thread, frame in sys._current_frames().items() if _is_in_backward(frame)}
+    return {thread for thread, frame in innermost_frames().items() if _is_in_backward(frame)}
 
 
 def callers_of_backward() -> set[int]:
