@@ -21,7 +21,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -68,6 +68,7 @@ class RunFolder:
             ValueError: if the folder has another config; the message names what differs.
             BlockingIOError: if another process holds it.
         """
+        made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         try:  # the system takes a lock back when the process ends, however it ends
             lock = FileLock(self.path / ".lock", timeout=0).acquire()
@@ -85,6 +86,7 @@ class RunFolder:
             except BaseException:
                 if {path.name for path in self.path.iterdir()} <= {".lock", "config.json"}:  # it never began
                     (self.path / "config.json").unlink()
+                    _remove_empty(self.path / ".lock", made)
                 raise
 
     def _refuse_other(self, config: "DataclassInstance") -> None:
@@ -312,3 +314,11 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _as_tuple(value: Any) -> Any:
     return tuple(_as_tuple(part) for part in value) if isinstance(value, list) else value
+
+
+def _remove_empty(lock: Path, folders: list[Path]) -> None:
+    """Removes a lock and the folders that were made for it, the innermost first, as far as nothing else is in them."""
+    with suppress(OSError):
+        lock.unlink()
+        for folder in folders:
+            folder.rmdir()

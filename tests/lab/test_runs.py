@@ -296,3 +296,15 @@ def test_reading_needs_no_torch(folder):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["4", "None"], done.stderr
+
+
+def test_a_run_that_never_began_leaves_nothing(tmp_path):
+    (tmp_path / "runs").mkdir()
+    folder = RunFolder(tmp_path / "runs" / "mlp" / "seed0")
+    with pytest.raises(RuntimeError, match="no data"), folder.opened(Config()):
+        raise RuntimeError("no data")
+    assert list((tmp_path / "runs").iterdir()) == []
+    with pytest.raises(RuntimeError, match="no data"), folder.opened(Config()):
+        folder.append({"iteration": 0})
+        raise RuntimeError("no data")
+    assert (folder.path / "config.json").exists()
