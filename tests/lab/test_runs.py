@@ -304,7 +304,8 @@ def test_a_run_that_never_began_leaves_nothing(tmp_path):
     with pytest.raises(RuntimeError, match="no data"), folder.opened(Config()):
         raise RuntimeError("no data")
     assert list((tmp_path / "runs").iterdir()) == []
-    with pytest.raises(RuntimeError, match="no data"), folder.opened(Config()):
+    with folder.opened(Config()):
         folder.append({"iteration": 0})
+    with pytest.raises(RuntimeError, match="no data"), folder.opened(Config()):
         raise RuntimeError("no data")
     assert (folder.path / "config.json").exists()
