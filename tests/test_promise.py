@@ -432,6 +432,24 @@ def test_no_graph_is_kept_alive():
         gc.enable()
 
 
+def test_a_run_can_be_repeated_bit_for_bit():
+    """Numbers of passes go on counting from run to run, and losses are added up in the same order all the same."""
+    ends = set()
+    for _ in range(12):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=HIGH)
+        consequent.attach(optimizer, model, promise=1.0)
+        for _ in range(5):
+            optimizer.zero_grad()
+            for size in (3, 5, 7, 11, 13):
+                labels = torch.randint(0, 5, (size,))
+                (cross_entropy(model(torch.randn(size, 20)), labels) * size / 39).backward()
+            optimizer.step()
+        ends.add(weights(model).numpy().tobytes())
+    assert len(ends) == 1
+
+
 # ---- learning ---------------------------------------------------------------------------------------------------
 
 

@@ -343,13 +343,13 @@ class StepCorrector:
         return self.losses.now(self._members_by_pass(), zeros_are_none=not has_parts)
 
     def _members_by_pass(self) -> dict[int, list[Tensor]]:
-        """The backward passes whose gradients are in ``.grad``, and in whose."""
+        """The backward passes whose gradients are in ``.grad``, and in whose; in their order, in which losses add up."""
         found: dict[int, list[Tensor]] = {}
         for record in self.records.values():
             through = {backward_pass for backward_pass, _ in record.passes}
             for backward_pass in through | record.beside.passes:
                 found.setdefault(backward_pass, []).extend(record.members)
-        return found
+        return dict(sorted(found.items()))
 
     def passes(self) -> list[set[Entry]]:
         """The backward passes whose gradients are in ``.grad``, each with the entries that took part in it."""
