@@ -78,8 +78,7 @@ def test_the_race_of_perceptrons_is_the_one_in_results():
         assert (len(kept.trials(name)), len(kept.finals(name))) == (12, 5)
     said = re.search(
         r"after (\d+) steps of 128 images with C-Adam and averages over batches, as with FOOF, [^.]*; Muon needs "
-        r"(\d+), SOAP ([\d,]+), and [^.]* not there after ([\d,]+)\. In CUDA graphs, which averages cannot be in, "
-        r"C-SGD takes ([\d.]+) s for it, Muon ([\d.]+)\. ",
+        r"(\d+), SOAP ([\d,]+), and [^.]* not there after ([\d,]+)\. ",
         PROSE,
     ).groups()
     in_steps = [median_of(found[name][steps]) for name in ("C-Adam-averaged", "FOOF", "Muon", "SOAP")]
@@ -88,7 +87,6 @@ def test_the_race_of_perceptrons_is_the_one_in_results():
     assert {line["steps"] for line in kept.finals("SGD")} == {int(said[3].replace(",", ""))}
     eager, graph = (f"{steps.replace('steps', 'seconds')}, {way}" for way in ("eager", "CUDA graph"))
     in_graphs = {name: f"{float(found[name][graph]):.2g}" for name in ("C-SGD", "Muon")}
-    assert [*said[4:]] == [*in_graphs.values()]
     eagerly = {name: f"{float(found[name][eager]):.2g}" for name in ("C-Adam-averaged", "C-SGD", "Muon")}
     _, _, ours, others = row_of("the same | seconds for that")
     assert ours == f"C-Adam-averaged {eagerly['C-Adam-averaged']} / –, C-SGD {eagerly['C-SGD']} / {in_graphs['C-SGD']}"
@@ -228,6 +226,7 @@ def test_the_demos_table_is_in_results():
     seconds = {name: times[name] * count for name, count in steps.items()}
     assert max(steps["C-SGD"], steps["C-Adam"]) < min(steps[name] for name in ("SGD", "Adam", "Muon"))
     assert min(seconds["C-SGD"], seconds["C-Adam"]) > max(seconds["SGD"], seconds["Adam"])
+    assert f"with `make demo`'s on a CPU {times['C-SGD'] / times['SGD']:.1f}, so that" in PROSE
 
 
 def bench(name):

@@ -13,8 +13,8 @@ from torch.nn import functional
 import consequent
 
 ELEMENTS = (
-    r"over 5 samples.*; but it is one over all elements of the outputs \[5, 4\], and steps are 4 times too short.*, of "
-    r"squares without a ½ 2 times: say loss_reduction=criterion"
+    r"pass loss_reduction=\"mse\" if .*, otherwise loss_reduction=criterion, .*over 5 samples.*; but it is one over "
+    r"all elements of the outputs \[5, 4\], and steps are 4 times too short.*, of squares without a ½ 2 times"
 )
 MEANS_OVER_ELEMENTS = {
     "mse": lambda model: functional.mse_loss(model(INPUTS), TARGETS),

@@ -343,7 +343,7 @@ class StepCorrector:
         return self.losses.now(self._members_by_pass(), zeros_are_none=not has_parts)
 
     def _members_by_pass(self) -> dict[int, list[Tensor]]:
-        """The backward passes whose gradients are in ``.grad``, and in whose; in their order, in which losses add up."""
+        """The backward passes whose gradients are in ``.grad``, and in whose; in the order of their losses' sum."""
         found: dict[int, list[Tensor]] = {}
         for record in self.records.values():
             through = {backward_pass for backward_pass, _ in record.passes}

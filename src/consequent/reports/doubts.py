@@ -68,10 +68,11 @@ def _doubt_about_samples(entry: Entry, *, is_scaled: bool) -> str | None:
     if entry.has_mean_over_elements:
         elements = math.prod(outputs)
         return (
-            f"{counted}; but it is one over all elements of the outputs {list(outputs)}, and "
-            f"{_wrong_by(entry.samples, elements)}, of squares without a ½ {elements / entry.samples / 2:.3g} times: "
-            'say loss_reduction=criterion, the loss module that you call, "mse" for F.mse_loss and for squares by '
-            "hand, or the function, as loss_reduction=F.huber_loss"
+            'pass loss_reduction="mse" if the loss is F.mse_loss or squares by hand, otherwise '
+            f"loss_reduction=criterion, the loss module or function that you call: {counted}; but it is one over all "
+            f"elements of the outputs {list(outputs)}, and {_wrong_by(entry.samples, elements)}, of squares without a "
+            f"½ {elements / entry.samples / 2:.3g} times. A learning rate that was chosen with such steps must come "
+            "down as much"
         )
     if entry.counted is not None:
         return f"{counted}; but it is one over {_few(entry.counted, entry.samples)}"
