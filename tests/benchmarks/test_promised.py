@@ -53,7 +53,7 @@ def test_what_is_said_of_the_tasks(outcome):
     assert f"without it they are {free[1]} at 0.3 and {free[2]} at 1" in ADVICE
     assert f"At 1 the verdict is {limited[2]}," in PROSE
     assert f"over a decade of rates it is at most {max(limited[1:])}" in PROSE
-    assert f"it ended at {limited[2]} of the loss" in README
+    assert f"it ended at {limited[2]} of the training loss" in README
     assert f"and at 0.1 for all at {free[0]}." in README
     averages = (ROOT / "docs" / "defaults.md").read_text().split("## Averages over batches")[1]
     (tuned,) = re.findall(r"\| c-sgd \| bound 0.2 \| \*\*([\d.]+)\*\*", averages)

@@ -7,9 +7,7 @@ import threading
 
 import pytest
 import torch
-from torch import nn
 
-import consequent
 from consequent.capture.loss_nodes import outermost_backward
 from consequent.capture.torch_internals import innermost_frames
 
@@ -75,18 +73,3 @@ def test_a_call_in_another_thread_is_found():
     from_outside, from_inside = found
     assert from_outside.losses[0] is from_inside.losses[0] is loss
     assert outermost_backward(threading.get_ident()) is None
-
-
-def test_many_corrections_that_are_thrown_away():
-    """Each is garbage with a thread's own values, and each has its loss looked at."""
-    threshold = gc.get_threshold()
-    gc.set_threshold(20, 2, 2)
-    try:
-        for _ in range(60):
-            model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            consequent.attach(optimizer, model, promise=1.0)
-            nn.functional.cross_entropy(model(torch.randn(5, 3)), torch.zeros(5, dtype=torch.long)).backward()
-            optimizer.step()
-    finally:
-        gc.set_threshold(*threshold)

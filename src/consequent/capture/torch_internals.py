@@ -281,8 +281,8 @@ def patience_of(group: Any) -> timedelta:
 
 def divide_factor_of(model: nn.Module) -> float | None:
     """What ``fully_shard`` was told to divide sums of gradients by, instead of by the number of ranks."""
-    getters: list[Any] = [getattr(module, "_get_fsdp_state", None) for module in model.modules()]
-    for state in [get() for get in getters if get is not None]:
+    sharded: list[Any] = [module for module in model.modules() if hasattr(type(module), "_get_fsdp_state")]
+    for state in [module._get_fsdp_state() for module in sharded]:
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for factor in [getattr(group, "gradient_divide_factor", None) for group in groups]:
             if factor is not None:

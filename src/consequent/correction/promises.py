@@ -31,8 +31,11 @@ class Promises:
     def before(self) -> Promise | None:
         """Before gradients are corrected: what the step will promise. None for one layer alone, or without a limit."""
         rewriter, exchange = self._parts.rewriter, self._parts.rewriter.exchange
-        most, layers = rewriter.promise, rewriter.to_be_rewritten()
-        if most is None or len(layers) < 2:
+        most = rewriter.promise
+        if most is None:
+            return None
+        layers = rewriter.to_be_rewritten()
+        if len(layers) < 2:
             return None
         loss = self._parts.corrector.loss()
         rates = self._rates_of([parameter for layer in layers for parameter in layer])

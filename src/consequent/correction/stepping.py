@@ -136,13 +136,13 @@ class Stepping:
         with in_one_unit(self._corrector.records.values()):
             reduction = seen if self._loss.is_seen else self._loss.reduction
             is_sound = True if promise is None else promise.is_sound
-            is_taken = self._rewriter.rewrite(reduction, passes, bounded=bounded, loss_is_sound=is_sound)
-        layers, self._rewriter.rewritten = self._rewriter.rewritten, []
-        if is_taken:
-            if bounded:
-                self._promises.after(promise, layers)
-            self._rewriter.note_corrected()
-        return is_taken
+            layers = self._rewriter.rewrite(reduction, passes, bounded=bounded, loss_is_sound=is_sound)
+        if layers is None:
+            return False
+        if bounded:
+            self._promises.after(promise, layers)
+        self._rewriter.note_corrected()
+        return True
 
     def _divisor_on_all_ranks(self, passes: list[set[Entry]]) -> float:
         """What was seen of the loss, on all ranks together, who ask this together."""

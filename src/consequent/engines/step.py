@@ -74,7 +74,6 @@ class Rewriter:
         self.averages = averages
         self._watch: Watch | None = None
         self._filled: list[Record] = []  # what there is to do, on this rank
-        self.rewritten: list[list[Tensor]] = []  # each layer's parameters, of the step that is under way
         self._steps = 0
         self.exchange: Exchange | None = None  # with the other ranks, once there are any
         self.samples: int | None = None  # N of the last step
@@ -127,7 +126,7 @@ class Rewriter:
 
     def rewrite(
         self, loss_reduction: LossReduction, passes: list[set[Entry]], *, bounded: bool, loss_is_sound: bool | Tensor
-    ) -> bool:
+    ) -> list[list[Tensor]] | None:
         """Rewrite the gradients of all corrected layers; after :meth:`has_work` has said that there is something to do.
 
         Args:
@@ -137,7 +136,8 @@ class Rewriter:
             loss_is_sound: whether there is a loss that the step may be taken for.
 
         Returns:
-            False if the step must not be taken; then nothing was rewritten.
+            each layer's parameters whose gradients were rewritten, on all ranks. None if the step must not be taken;
+            then nothing was.
         """
         try:
             if self.exchange is None:
@@ -149,7 +149,7 @@ class Rewriter:
                 self.averages.apply(records, self._damping_of)
                 records = [record for record in records if not record.is_empty]
             bounded &= len(records) > 1  # one alone lands where it should
-            self.rewritten = [record.members for record in records]
+            rewritten = [record.members for record in records]
             records = [part for record in records if (part := self._own_part(record)) is not None]
             self.divisor = divisor = loss_divisor(loss_reduction, self.samples)
             solved, shortened = self._solutions_of(records, divisor, bounded=bounded)
@@ -160,7 +160,7 @@ class Rewriter:
             if not in_graph:
                 self._reports.add_step(self.device)
             if finite is False:
-                return False
+                return None
             if self._reports.check:
                 self._refuse_failure_elsewhere(solutions)
             for count in shortened:
@@ -186,7 +186,7 @@ class Rewriter:
                 else:
                     hand_over(record)
                     record.stands_for.mark_corrected(record.stands_for.members)
-            return True
+            return rewritten
         finally:
             self._filled = []
             self._steps += 1
