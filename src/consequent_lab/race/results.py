@@ -62,11 +62,11 @@ class Results:
         """Returns the finished trials in their order."""
         return sorted(self.of_kind("trial", contestant), key=lambda line: int(line["number"]))
 
-    def untried_decays(self, contestant: str) -> dict[int, float]:
+    def untried_choices(self, contestant: str) -> dict[int, dict[str, float]]:
         """Returns those that the task gives and that no trial has had, by the number of their trial."""
         tried = {line["number"] for line in self.trials(contestant)}
-        decays = enumerate(self.task.decays.get(contestant, ()))
-        return {number: decay for number, decay in decays if number not in tried}
+        choices = enumerate(self.task.choices.get(contestant, ()))
+        return {number: choice for number, choice in choices if number not in tried}
 
     def finals(self, contestant: str) -> list[Line]:
         """Returns the finals with the settings that were chosen, a seed each; others had been chosen before."""
@@ -81,7 +81,7 @@ class Results:
         names: dict[str, list[str]] = {"done": [], "begun": [], "not begun": []}
         for name in self.task.contestants:
             is_searched = self.task.settings_from is not None or len(self.trials(name)) >= trials
-            is_searched = is_searched and not self.untried_decays(name)
+            is_searched = is_searched and not self.untried_choices(name)
             if is_searched and len(self.finals(name)) >= seeds:
                 names["done"].append(name)
             else:

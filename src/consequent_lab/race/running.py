@@ -65,8 +65,8 @@ def search(report: Report, conditions: Conditions, name: str, trials: Sequence[L
     return ""
 
 
-def decay_trial(report: Report, conditions: Conditions, name: str, settings: Settings, number: int) -> str:
-    """Runs a trial with a decay that the task gives, to its end, and reports it as a line."""
+def chosen_trial(report: Report, conditions: Conditions, name: str, settings: Settings, number: int) -> str:
+    """Runs a trial with settings that the task gives, to its end, and reports it as a line."""
     task, start = conditions.the_task(), time.perf_counter()
     data = {seed: data_of(conditions, task.data_seed(seed), search=True) for seed in task.seeds_of_search}
     steps = task.steps(min(len(one.train) for one in data.values()))
@@ -122,7 +122,7 @@ def race(
     """Runs what is missing of some contestants, in the order of work, and returns whether nothing is.
 
     Lines are kept in `results`; the settings of finals come from those that were `searched`: the same, or those of the
-    task whose search is taken over, then with the best of the decays that the task gives, if it does. So many workers
+    task whose search is taken over, then with the best of the choices that the task gives, if it does. So many workers
     are so many processes, but one stays in this process.
 
     Raises:
@@ -141,11 +141,11 @@ def race(
             if results is searched and len(trials) < conditions.trials:
                 work = partial(search, conditions=conditions, name=name, trials=trials)
                 jobs.append(Job(f"{name}, search", work, (1, place)))
-            elif best is not None and (untried := results.untried_decays(name)):
-                for number, decay in untried.items():
-                    settings = {**best["settings"], "decay": decay}
-                    work = partial(decay_trial, conditions=conditions, name=name, settings=settings, number=number)
-                    jobs.append(Job(f"{name}, decay {decay}", work, (1, place, number)))
+            elif best is not None and (untried := results.untried_choices(name)):
+                for number, choice in untried.items():
+                    settings = {**best["settings"], **choice}
+                    work = partial(chosen_trial, conditions=conditions, name=name, settings=settings, number=number)
+                    jobs.append(Job(f"{name}, choice {number}", work, (1, place, number)))
             elif best is not None:
                 settings = (results.best(name) or best)["settings"]
                 there = {line["seed"] for line in results.finals(name)}

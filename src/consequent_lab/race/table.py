@@ -155,7 +155,7 @@ def caption(results: Results) -> str:
     """Returns what was done, and who is missing."""
     trials = max((len(results.trials(name)) for name in CONTESTANTS), default=0)
     known = results.task.settings_from
-    here = "then, for some, the best of several decays on samples held out" if trials else "not searched here"
+    here = "then, for some, the best of a few others on samples held out" if trials else "not searched here"
     how = f"found in {known}, {here}" if known else f"{trials} trials each, successive halving"
     sentences = [
         f"{results.task.title[0].upper()}{results.task.title[1:]}.",

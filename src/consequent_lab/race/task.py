@@ -38,7 +38,7 @@ class Task:
     augment: Augmentation | None = None
     searches_decay: bool = False  # weight decay is a knob of every contestant
     settings_from: str | None = None  # the task whose search is taken over, so that this one has finals alone
-    decays: dict[str, tuple[float, ...]] = field(default_factory=dict)  # to choose from first, the rest taken over
+    choices: dict[str, tuple[dict[str, float], ...]] = field(default_factory=dict)  # to try first, the rest taken over
     starts: dict[str, dict[str, float]] = field(default_factory=dict)  # of searches that begin elsewhere than usual
 
     def steps(self, samples: int, *, search: bool = False) -> int:

@@ -96,6 +96,30 @@ RESNET_STARTS = {  # by benchmarks/resnet20_exploration.py
 }
 
 
+def decays(*values: float) -> tuple[dict[str, float], ...]:
+    """Returns settings that differ in their decay alone."""
+    return tuple({"decay": value} for value in values)
+
+
+COVERED = {  # decays first, then rates and dampings with the best of them; Muon's own, half and twice of it
+    "C-Nesterov": (
+        *decays(1e-3, 5e-4, 2.5e-4),
+        {"decay": 5e-4, "lr": 0.15},
+        {"decay": 5e-4, "lr": 0.6},
+        {"decay": 5e-4, "relative_damping": 0.3},
+        {"decay": 5e-4, "relative_damping": 0.3, "lr": 0.6},
+    ),
+    "Nesterov-BN": (
+        *decays(1e-4, 2.5e-4, 5e-4),
+        {"decay": 2.5e-4, "lr": 0.05},
+        {"decay": 2.5e-4, "lr": 0.2},
+        {"decay": 3.5e-4},
+        {"decay": 3.5e-4, "lr": 0.2},
+    ),
+    "Muon": ({}, *decays(3.7e-4, 1.5e-3)),
+}
+
+
 def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
     """Returns images that are moved by up to 4 of their 32 pixels, half of them mirrored."""
     return augmented(images, ("crop", "flip"), generator)
@@ -140,7 +164,7 @@ def resnet_in_20_epochs() -> Task:
         epochs=20,
         search_epochs=None,
         settings_from=task.name,
-        decays={"C-Nesterov": (5e-4, 1e-3, 2e-3), "Nesterov-BN": (1e-4, 2.5e-4, 5e-4, 1e-3)},
+        choices={"C-Nesterov": decays(5e-4, 1e-3, 2e-3), "Nesterov-BN": decays(1e-4, 2.5e-4, 5e-4, 1e-3)},
     )
 
 
@@ -154,7 +178,7 @@ def resnet_covered() -> Task:
         search_epochs=None,
         augment=crop_flip_and_cutout,
         settings_from=task.name,
-        decays={"C-Nesterov": (1e-3, 5e-4, 2.5e-4), "Nesterov-BN": (1e-4, 2.5e-4, 5e-4)},
+        choices=COVERED,
     )
 
 

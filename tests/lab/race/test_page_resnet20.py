@@ -100,7 +100,7 @@ def test_the_race_of_resnet20_in_20_epochs():
     trials = [line for name in ("Nesterov-BN", "C-Nesterov") for line in results.trials(name)]
     assert [line["settings"]["decay"] for line in trials] == [1e-4, 2.5e-4, 5e-4, 1e-3, 5e-4, 1e-3, 2e-3]
     assert list(told) == [f"{-100 * line['score']:.4g}" for line in trials]
-    assert not results.untried_decays("C-Nesterov")
+    assert not results.untried_choices("C-Nesterov")
     twice = [-100 * one.trials("Nesterov-BN")[0]["score"] for one in (RESNET, results)]
     assert "The same run of BatchNorm, made twice, had {:.4g} and {:.4g} %".format(*twice) in TEXT
     assert RESNET.trials("Nesterov-BN")[0]["settings"] == results.trials("Nesterov-BN")[0]["settings"]

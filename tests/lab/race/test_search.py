@@ -137,7 +137,7 @@ def test_finals_alone_take_the_settings_of_another_search(tmp_path):
     assert results.lines[0]["settings"] == searched.best("SGD")["settings"]
 
 
-def test_of_the_decays_that_a_task_gives_the_best_on_samples_held_out_is_taken(tmp_path):
+def test_of_the_choices_that_a_task_gives_the_best_on_samples_held_out_is_taken(tmp_path):
     base = Conditions("resnet20-cifar10", tiny=True, trials=1)
     searched = Results.of(base.the_task(), tmp_path)
     race(base, ["Nesterov-BN"], 1, 1, searched, searched, lambda text: None)
@@ -148,12 +148,12 @@ def test_of_the_decays_that_a_task_gives_the_best_on_samples_held_out_is_taken(t
     results.add(line_of(task, "final", "Nesterov-BN", settings={**found, "decay": 0.5}, seed=0))  # chosen before
     assert race(conditions, ["Nesterov-BN"], 2, 1, results, searched, lambda text: None)
     trials = results.trials("Nesterov-BN")
-    assert [line["settings"] for line in trials] == [{**found, "decay": decay} for decay in task.decays["Nesterov-BN"]]
+    assert [line["settings"] for line in trials] == [{**found, **choice} for choice in task.choices["Nesterov-BN"]]
     assert {line["state"] for line in trials} == {"complete"}
     held_out = [line["curve"]["test_accuracy"][-1] for line in trials]
     best = trials[held_out.index(max(held_out))]["settings"]
     assert [(line["seed"], line["settings"]) for line in results.finals("Nesterov-BN")] == [(0, best), (1, best)]
-    assert "then, for some, the best of several decays on samples held out" in markdown_table(results)
+    assert "then, for some, the best of a few others on samples held out" in markdown_table(results)
 
 
 def test_images_come_back_as_they_were(tmp_path):
