@@ -258,6 +258,8 @@ def test_ranks_that_nothing_connects_are_warned_of(monkeypatch):
         ({"damping": "0.1"}, "damping must be a number, got '0.1'; the paper uses 0.001 to 0.03"),
         ({"damping": -1}, "the paper uses 0.001 to 0.03"),
         ({"relative_damping": -1}, "relative_damping must be finite and ≥ 0, got -1; 0.01 to 1 are usual"),
+        ({"promise": -1}, "promise must be finite and > 0, got -1; 1 is all of the loss"),
+        ({"bound": 0}, "bound must be finite and > 0, got 0; 0.2 is usual"),
         ({"loss_reduction": lambda: 1}, "must take the number of samples"),
         ({"loss_reduction": lambda samples, outputs: 1}, "must take the number of samples"),
     ],

@@ -12,17 +12,21 @@ def check_nonnegative(name: str, value: float, remedy: str) -> None:
         value: what was given.
         remedy: what to do instead.
     """
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}; {remedy}")
+    _check_number(name, value, remedy)
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"{name} must be finite and ≥ 0, got {value!r}; {remedy}")
 
 
 def check_positive(name: str, value: float, remedy: str) -> None:
     """Raise unless the value is a finite number > 0; the arguments are as above."""
-    check_nonnegative(name, value, remedy)
-    if value == 0:
-        raise ValueError(f"{name} must be above 0, got {value!r}; {remedy}")
+    _check_number(name, value, remedy)
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name} must be finite and > 0, got {value!r}; {remedy}")
+
+
+def _check_number(name: str, value: float, remedy: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}; {remedy}")
 
 
 def check_damping(damping: float, name: str = "damping", where: str = "") -> None:
