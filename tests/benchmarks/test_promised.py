@@ -63,6 +63,7 @@ def test_what_is_said_of_the_tasks(outcome):
     with_momentum = {promise: verdicts(outcome, "c-nesterov", promise) for promise in (None, 1.0)}
     assert f"from 0.03 to 0.3 the losses are {min(with_momentum[1.0])} to {max(with_momentum[1.0])}, " in ADVICE
     assert f"without it from {with_momentum[None][1]} to {with_momentum[None][2]}" in ADVICE
+    assert f"C-Nesterov at 0.03 for all, without `promise`, was at {with_momentum[None][1]}." in README
     (control,) = verdicts(outcome, "sgd", 1.0)
     assert f"plain SGD with it has {control} at the rate 1" in ADVICE
     assert f"plain SGD with it has {control}," in PROSE

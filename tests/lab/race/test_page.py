@@ -41,19 +41,24 @@ def test_what_is_done_is_what_the_page_says():
 
 
 def outcome(results, measure, without=CORRECTED_MUON):
-    """The cells of the page's first table of results: who is best of ours and of the others, and who is ahead."""
+    """The cells of the page's first table of results: who is best of ours and of the others, who is ahead.
+
+    For that all seeds of the best of ours must be better than all of all others; one other suffices to be behind.
+    """
     is_steps = hasattr(measure, "arrival")
     sign = -1 if measure.rising and not is_steps else 1
-    best = {}
+    sides = {True: [], False: []}
     for name in CONTESTANTS:
         if results.finals(name) and name not in without:
-            side, spread = name.startswith("C-"), spread_of(measure, results.finals(name))
-            if side not in best or sign * spread.median < sign * best[side][1].median:
-                best[side] = (name, spread)
-    (lows, highs) = (
-        [pick(sign * value for value in best[side][1].values) for side in (True, False)] for pick in (min, max)
-    )
-    verdict = "ahead" if highs[0] < lows[1] else "**behind**" if highs[1] < lows[0] else "level"
+            sides[name.startswith("C-")].append((name, spread_of(measure, results.finals(name))))
+    best = {ours: min(side, key=lambda one: sign * one[1].median) for ours, side in sides.items()}
+    seeds = [sign * value for value in best[True][1].values]
+    theirs = [[sign * value for value in spread.values] for _, spread in sides[False]]
+    verdict = "level"
+    if max(seeds) < min(map(min, theirs)):
+        verdict = "ahead"
+    elif any(max(one) < min(seeds) for one in theirs):
+        verdict = "**behind**"
     form = (",.0f",) if is_steps else (".3g", measure.metric)
     medians = [(name, replace(spread, values=(spread.median,))) for name, spread in (best[True], best[False])]
     shown = [f"{name} {median.text(*form)}" for name, median in medians]

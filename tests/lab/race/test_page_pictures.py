@@ -5,8 +5,10 @@ import re
 from race_page import CHINA, RACE, ROOT, TEXT, ends
 
 from consequent.maths.damping import DEFAULT
+from consequent_lab.race.contestants import CONTESTANTS
+from consequent_lab.race.measures import TimeTo
 from consequent_lab.race.results import Results
-from consequent_lab.race.table import headings, rows
+from consequent_lab.race.table import headings, rows, spread_of
 from consequent_lab.race.tasks import TASKS
 
 
@@ -39,6 +41,22 @@ def test_what_is_said_of_larger_pictures_and_the_distance_field():
         f"second behind SOAP with β₂ = 0.95, {field['C-Adam-0.95'] - field['Adam-0.95']:.1f} dB above Adam with" in TEXT
     )
     assert 0 < field["C-Adam"] - field["Adam"] < 1
+
+
+def test_who_is_first_on_the_way_to_the_end():
+    def firsts(picture, decibels):
+        results = Results.of(TASKS[f"siren-128-{picture}"], RACE.output)
+        measure = TimeTo("psnr", decibels, rising=True)
+        found = {name: spread_of(measure, results.finals(name)).median for name in CONTESTANTS if results.finals(name)}
+        return [name for name in sorted(found, key=found.get) if found[name] == min(found.values())], found
+
+    for picture in ("china", "flower"):
+        names, found = firsts(picture, 40.0)
+        assert names == ["C-Adam-0.95"]
+        assert sorted(found, key=found.get)[1] == "C-Adam"
+    assert {*firsts("astronaut", 40.0)[0]} == {"C-Adam-0.95", "C-Nesterov"}
+    for picture in ("china", "flower", "astronaut"):
+        assert "C-Nesterov" in firsts(picture, 30.0)[0]
 
 
 def test_what_is_said_of_a_short_memory_of_squares():

@@ -100,7 +100,6 @@ def test_what_is_said_of_sparing_foof():
     assert (len(trials), len(diverged), sum(step is not None for step in reached)) == (12, 6, 2)
     assert sum(damping <= float(said[5]) for damping in diverged) == 5
     assert list(said[6:]) == [f"{MLP.best('FOOF')['settings'][name]:.2g}" for name in ("lr", "damping")]
-    assert f"FOOF {in_seconds[0]:.1f} / –" in (ROOT / "README.md").read_text()
 
 
 def test_what_is_said_of_a_promise():
