@@ -1,6 +1,9 @@
 """Attaching, detaching, and the arguments that are refused."""
 
+import copy
 import math
+import pickle
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -230,6 +233,23 @@ def test_an_optimizer_that_nobody_holds():
         half_squares(model(BATCHES[0])).backward()
     with pytest.raises(RuntimeError, match="no longer exists; keep a reference"):
         correction.step()
+    correction.detach()  # nothing is left to be taken off
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))])
+def test_a_copied_correction_is_none_and_that_is_told(copied):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    correction = consequent.attach(optimizer, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copied(model)
+        copied(optimizer)
+    with pytest.warns(
+        consequent.ConsequentWarning, match=r"there is None in its place.*Attach to the copies"
+    ) as caught:
+        assert copied({"correction": correction})["correction"] is None
+    assert caught[0].filename == __file__
 
 
 def test_a_class_instead_of_an_optimizer():
@@ -277,3 +297,13 @@ def test_functions_of_the_samples_are_taken(divisor):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert consequent.attach(optimizer, model, loss_reduction=divisor).loss_reduction is divisor
+
+
+def test_a_layer_without_samples_is_not_counted_as_rescued():
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])  # experts, of which one has nothing to do
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    correction = consequent.attach(optimizer, model)
+    inputs = torch.randn(16, 8)
+    (model[0](inputs).square().mean() + model[1](inputs[:0]).square().sum()).backward()
+    optimizer.step()
+    assert (correction.counters.steps, correction.counters.rescued) == (1, 0)

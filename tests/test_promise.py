@@ -112,24 +112,117 @@ def test_a_step_that_promises_less_is_the_same_bit_for_bit():
     assert correction.counters.promised == 0
 
 
-def test_one_layer_alone_lands_where_it_should():
-    model = network(5, 3)
+@pytest.mark.parametrize("is_last", [True, False])
+def test_one_layer_alone_promises_no_more_either(is_last):
+    model = network(5, 3) if is_last else network(5, 4, 3)
     inputs, targets = data(samples=4)
-    after, correction = stepped(
-        model, lambda one: mse_loss(one(inputs), targets).backward(), lr=1.0, damping=1e-9, loss_reduction="mse"
-    )
-    torch.testing.assert_close(after(inputs), targets, rtol=1e-4, atol=1e-4)
+    if not is_last:
+        model[2].requires_grad_(False)
+
+    def loss(model):
+        return mse_loss(model(inputs), targets)
+
+    after, correction = stepped(model, lambda one: loss(one).backward(), loss_reduction="mse")
+    model.requires_grad_(True)
+    assert promised(model, after, loss) == pytest.approx(loss(model).item(), rel=1e-6)
+    assert correction.counters.promised == 1
+
+
+# ---- parameters that are not corrected ------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A network of which numbers are trained besides that belong to no layer that is corrected."""
+
+    def __init__(self, size=1.0):
+        super().__init__()
+        self.layers = network(5, 7, 3)
+        self.scale = nn.Parameter(torch.full((5,), 1 / size).double())
+        self._size = size
+
+    def forward(self, inputs):
+        return self.layers(inputs * self.scale * self._size)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 30.0, 1e3])  # the larger, the more the scale promises
+@pytest.mark.parametrize("factor", [1.0, 0.01])  # of the gradients before the step, as clipping has it
+def test_what_is_not_corrected_promises_too(size, factor):
+    model = Scaled(size)
+    inputs, targets = data()
+
+    def loss(model):
+        return mse_loss(model(inputs), targets)
+
+    def backward(model):
+        loss(model).backward()
+        for parameter in model.parameters():
+            parameter.grad *= factor
+
+    def promises(after):
+        gradients = torch.autograd.grad(loss(model), list(model.parameters()))
+        names = [name for name, _ in model.named_parameters()]
+        sums = {True: 0.0, False: 0.0}
+        for name, gradient, new, old in zip(names, gradients, after.parameters(), model.parameters(), strict=True):
+            sums[name == "scale"] -= (gradient * (new - old)).sum().item()
+        return sums[False], sums[True]
+
+    options = {"loss_reduction": "mse", "lr": 30.0 / factor}
+    limited, correction = stepped(model, backward, **options)
+    free, _ = stepped(model, backward, promise=None, **options)
+    allowed, now, wanted = loss(model).item(), promises(limited), promises(free)
+    assert sum(wanted) > allowed
+    assert correction.counters.promised == 1
+    assert sum(now) == pytest.approx(allowed, rel=1e-6)
+    for mine, own, others in zip(now, wanted, reversed(wanted), strict=True):
+        assert mine == pytest.approx(min(own, max(allowed / 2, allowed - others)), rel=1e-6)
+
+
+def test_what_is_not_corrected_does_not_shorten_a_step_that_promises_little():
+    model = Scaled()
+    inputs, targets = data()
+
+    def backward(model):
+        mse_loss(model(inputs), targets).backward()
+
+    limited, correction = stepped(model, backward, lr=1e-4, loss_reduction="mse")
+    free, _ = stepped(model, backward, lr=1e-4, loss_reduction="mse", promise=None)
+    assert torch.equal(weights(limited), weights(free))
     assert correction.counters.promised == 0
 
 
-@pytest.mark.parametrize("lr", [1.5, 100.0])
-def test_one_layer_alone_goes_no_further_than_its_targets(lr):
-    model = network(5, 3)
-    inputs, targets = data(samples=4)
-    after, correction = stepped(
-        model, lambda one: mse_loss(one(inputs), targets).backward(), lr=lr, damping=1e-9, loss_reduction="mse"
-    )
-    torch.testing.assert_close(after(inputs), targets, rtol=1e-4, atol=1e-4)
+def test_a_pass_that_left_nothing_to_this_optimiser_does_not_count():
+    """Of two networks in one module, each with an optimiser: one's losses go through the other."""
+    one, other = network(5, 7, 5), network(5, 7, 3)
+    inputs, targets = data()
+
+    def changed(model_of):
+        first, second = copy.deepcopy(one), copy.deepcopy(other)
+        both = nn.ModuleList([first, second])
+        optimizers = [torch.optim.SGD(part.parameters(), lr=HIGH) for part in both]
+        for optimizer, part in zip(optimizers, both, strict=True):
+            consequent.attach(optimizer, model_of(both, part), promise=1.0, bound=None, loss_reduction="mse")
+        before = weights(second)
+        (10 * mse_loss(second(first(inputs)), targets)).backward()  # for the first one alone
+        optimizers[1].zero_grad()
+        mse_loss(second(first(inputs).detach()), targets).backward()
+        optimizers[1].step()
+        return weights(second) - before
+
+    torch.testing.assert_close(changed(lambda both, part: both), changed(lambda both, part: part), rtol=1e-9, atol=0)
+
+
+def test_correcting_by_hand_is_refused():
+    model = network(5, 7, 3)
+    inputs, targets = data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=HIGH)
+    correction = consequent.attach(optimizer, model, promise=1.0, loss_reduction="mse")
+    mse_loss(model(inputs), targets).backward()
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"promise=1 is kept in optimizer\.step\(\).*leave correction\.step\(\) out"):
+        correction.step()
+    for parameter, grad in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter.grad, grad)
+    optimizer.step()
     assert correction.counters.promised == 1
 
 
@@ -490,13 +583,16 @@ def test_foresight_is_of_the_step_that_is_taken():
 # ---- bad input --------------------------------------------------------------------------------------------------
 
 
-def test_a_negative_loss_is_refused_and_nothing_changes():
+@pytest.mark.parametrize("scale", [1.0, 2.0**16])
+def test_a_negative_loss_is_refused_and_nothing_changes(scale):
     model = network(5, 7, 3)
     inputs, _ = data()
     before = weights(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     consequent.attach(optimizer, model, promise=0.5)
-    (model(inputs).square().mean() - 100).backward()
+    (scale * (model(inputs).square().mean() - 100)).backward()
+    for parameter in model.parameters():
+        parameter.grad /= scale  # as a scaler does before the step
     with pytest.raises(ValueError, match=r"promise=0.5 is for losses that are never below zero, and this one is -9\d"):
         optimizer.step()
     assert torch.equal(weights(model), before)
@@ -523,13 +619,16 @@ def test_a_loss_that_is_not_seen_is_refused(backward):
         optimizer.step()
 
 
-def test_a_loss_below_zero_by_rounding_is_none():
+@pytest.mark.parametrize("scale", [1.0, 2.0**16])
+def test_a_loss_below_zero_by_rounding_is_none(scale):
     model = network(5, 7, 3)
     inputs, targets = data()
 
     def backward(model):
         loss = mse_loss(model(inputs), targets)
-        (loss - loss.item() - 1e-9).backward()
+        (scale * (loss - loss.item() - 1e-5)).backward()
+        for parameter in model.parameters():
+            parameter.grad /= scale  # as a scaler does before the step
 
     after, correction = stepped(model, backward, loss_reduction="mse")
     assert torch.equal(weights(after), weights(model))

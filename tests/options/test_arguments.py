@@ -148,7 +148,8 @@ def test_what_may_be_set_can_be_set():
         assert getattr(correction, name) == value
     correction.detach = correction.detach  # a method may be replaced, as in tests of users
     assert weakref.ref(correction)() is correction
-    assert copy.deepcopy(correction) is copy.copy(correction) is pickle.loads(pickle.dumps(correction)) is None
+    with pytest.warns(consequent.ConsequentWarning, match="cannot be copied or pickled"):
+        assert copy.deepcopy(correction) is copy.copy(correction) is pickle.loads(pickle.dumps(correction)) is None
 
 
 def test_a_subclass_may_have_attributes_of_its_own():

@@ -21,7 +21,9 @@ def branches():
     torch.manual_seed(0)
     model = nn.Module()
     model.first = nn.Linear(5, 6)
-    model.left, model.right = (nn.Sequential(nn.SiLU(), nn.Linear(6, 6), nn.SiLU(), nn.Linear(6, 3)) for _ in range(2))
+    model.left, model.right = (  # the norms are not corrected, and promise as well
+        nn.Sequential(nn.LayerNorm(6), nn.SiLU(), nn.Linear(6, 6), nn.SiLU(), nn.Linear(6, 3)) for _ in range(2)
+    )
     return model.double()
 
 
@@ -84,7 +86,9 @@ def on_a_rank_sharded(how, clip):
 
 def plain():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.SiLU(), nn.Linear(7, 6), nn.SiLU(), nn.Linear(6, 3)).double()
+    return nn.Sequential(
+        *(nn.Linear(5, 7), nn.SiLU(), nn.LayerNorm(7), nn.Linear(7, 6), nn.SiLU(), nn.Linear(6, 3))
+    ).double()
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])

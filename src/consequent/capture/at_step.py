@@ -255,11 +255,13 @@ class StepCorrector:
         for record in records:
             record.mark_accumulated()
         if self.losses is not None:
+            plain = [p for p in self.losses.parameters() if id(p) not in self._arrivals]
             if self.is_shared_out:  # then gradients come from other ranks, too
-                self.losses.note_sizes([arrivals.parameter for arrivals in self._arrivals.values()], among=())
+                corrected = [arrivals.parameter for arrivals in self._arrivals.values()]
+                self.losses.note_sizes([*corrected, *plain], among=())
             else:
                 present = {p for record in self.records.values() for p in record.members}
-                self.losses.note_sizes([p for record in records for p in record.members], among=present)
+                self.losses.note_sizes([*(p for record in records for p in record.members), *plain], among=present)
         note_sizes(
             record
             for record in records
@@ -340,7 +342,10 @@ class StepCorrector:
         if self.losses is None:
             return None
         has_parts = any(is_sharded(weight) for weight in self.records)
-        return self.losses.now(self._members_by_pass(), zeros_are_none=not has_parts)
+        owned = set(self.losses.parameters())
+        passes = {one: [p for p in members if p in owned] for one, members in self._members_by_pass().items()}
+        passes = {one: members for one, members in passes.items() if members}
+        return self.losses.now(passes, zeros_are_none=not has_parts)
 
     def _members_by_pass(self) -> dict[int, list[Tensor]]:
         """The backward passes whose gradients are in ``.grad``, and in whose; in the order of their losses' sum."""

@@ -7,6 +7,7 @@ from torch.autograd.graph import Node
 
 from consequent.capture.loss_nodes import (
     MEAN,
+    NODES,
     SAME_ELEMENTS,
     SUM,
     inputs_of,
@@ -21,6 +22,9 @@ from consequent.capture.loss_paths import path_to, undivided, without_scale
 
 # Of F.mse_loss and others; where outputs have several numbers a sample, their mean is over more than samples.
 _OF_ELEMENTS = {"MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"}
+
+# Of layers, and of matrices: what comes out has another number of elements than what went in.
+_PRODUCTS = {"Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Convolution", "Linear", "Mv"}
 
 
 def is_sum(outputs: Node, *, scaled: bool = False) -> bool:
@@ -57,6 +61,31 @@ def is_mean_over_elements(outputs: Node, elements: int) -> bool:
         for node in nodes_between(started.loss, outputs)
     )
     return of_torch or any(_is_mean_by_hand(outputs, elements, node) for loss in _losses() for node in undivided(loss))
+
+
+def is_behind_products(outputs: Node) -> bool:
+    """Whether it is that of a loss to which these outputs come only by products, as those of another network.
+
+    Args:
+        outputs: the node that made them.
+    """
+    return any(_is_behind_products(outputs, started.loss) for started in started_passes())
+
+
+def _is_behind_products(outputs: Node, loss: Node) -> bool:
+    seen, waiting, meets_product = {loss}, [loss], False
+    while waiting:
+        node = waiting.pop()
+        if node is outputs or len(seen) > NODES:
+            return False
+        if operation_of(node) in _PRODUCTS:
+            meets_product = True
+            continue
+        for before in inputs_of(node):
+            if before is not None and before not in seen:
+                seen.add(before)
+                waiting.append(before)
+    return meets_product
 
 
 def is_mean_over_labels(outputs: Node) -> bool:

@@ -3,7 +3,7 @@
 All numbers stay on the device that they are on, which is not waited for.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +28,14 @@ class LossNow(NamedTuple):
 
 
 class LossValues:
-    """The losses of backward passes, as these were called with them: times a scaler's factor, if there is one."""
+    """The losses of backward passes, as these were called with them: times a scaler's factor, if there is one.
 
-    def __init__(self) -> None:
+    Args:
+        parameters: all that a step changes; what comes to others is no matter.
+    """
+
+    def __init__(self, parameters: Callable[[], Collection[Tensor]]) -> None:
+        self.parameters = parameters
         self._of: dict[int, Tensor | None] = {}  # by pass; None: not known
         self._calls: dict[int, Any] = {}  # the call of backward() that a pass is a part of
         self._sizes: dict[Tensor, Tensor] = {}  # of gradients, as the last pass left them

@@ -7,7 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from consequent.capture.loss_reductions import is_mean_over_elements, is_mean_over_labels, is_sum, picked_numbers
+from consequent.capture.loss_reductions import (
+    is_behind_products,
+    is_mean_over_elements,
+    is_mean_over_labels,
+    is_sum,
+    picked_numbers,
+)
 from consequent.capture.torch_internals import graph_is_being_captured, running_node, transforms_are_active
 from consequent.capture.use import Entry
 
@@ -18,8 +24,8 @@ class LossWatch:
     """Looks at what the outputs of forward passes come to.
 
     Args:
-        taken_over: what the loss is taken for a mean over: ``"samples"``, ``"positions"``, or None: it is not looked
-            at.
+        taken_over: what the loss is taken for a mean over: ``"samples"``, ``"positions"``, ``"elements"``, or None: it
+            is not looked at.
     """
 
     def __init__(self, taken_over: Callable[[], str | None]) -> None:
@@ -29,6 +35,9 @@ class LossWatch:
         """Note in the entry what its outputs come to, in the backward pass that is going to be."""
         taken_over = self._taken_over()
         if taken_over is None:
+            return
+        if taken_over == "elements":
+            outputs.register_hook(partial(_look_at_way, entry))
             return
         if taken_over == "samples":
             if _has_positions(entry):
@@ -73,6 +82,13 @@ def _look_at_reduction(entry: Entry, grad: Tensor) -> None:
     picked = picked_numbers(outputs)
     if picked is not None and 0 < picked < entry.samples:
         entry.counted = picked
+
+
+def _look_at_way(entry: Entry, grad: Tensor) -> None:
+    """See whether the outputs come to the loss by another network alone."""
+    outputs = running_node()
+    if outputs is not None and not transforms_are_active():
+        entry.is_behind_products |= is_behind_products(outputs)
 
 
 def _look_at_labels(entry: Entry, taken_over: str, grad: Tensor) -> None:

@@ -30,6 +30,7 @@ class Entry:
         input_shape: of the first tensor that entered; None where a layer was called by itself or it has none.
         positions: of how many of the outputs' positions the loss is a mean, where their gradient is that of one.
         has_mean_over_elements: whether the outputs went into a loss that is a mean over all of their elements.
+        is_behind_products: whether the outputs came to the loss by another network, or other products, alone.
         has_sum: whether the loss is a sum over samples, by its graph.
         has_scaled_sum: whether it is a multiple of one, by a number that is not known.
         counted: of how many samples, or positions, it is a mean, where that is known to be fewer than there are.
@@ -48,6 +49,7 @@ class Entry:
     input_shape: tuple[int, ...] | None = None
     positions: int | None = None
     has_mean_over_elements: bool = False
+    is_behind_products: bool = False
     has_sum: bool = False
     has_scaled_sum: bool = False
     counted: int | None = None

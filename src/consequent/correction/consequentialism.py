@@ -47,7 +47,7 @@ from consequent.options.settings import (
 from consequent.ranks.traffic import Traffic
 from consequent.reports.counters import Counters
 from consequent.reports.describe import describe
-from consequent.reports.guards import checked_optimizers
+from consequent.reports.guards import checked_optimizers, refuse_promise_by_hand
 from consequent.reports.optimizer_gone import warn_at_next_backward_pass
 from consequent.reports.reports import Reports, shown
 from consequent.statistics.averages import Averages
@@ -93,10 +93,10 @@ class Consequentialism:
             left alone, and so are several optimisers that are attached together: a bound of your own is refused there.
             What it shortens is counted (``counters.bounded``). None: no bound, as in the paper.
         promise: π: how much of the loss one step may promise to take away, to first order; 1 is all of it. A step that
-            promises more is shortened, all layers alike, so that the learning rate may be far too high: 1 for SGD
-            without momentum. For losses that can come close to zero and never below it, as mean squares and
-            cross-entropies, that ``backward()`` is called on; where ``bound`` is. Counted
-            (``counters.promised``). None: no limit.
+            promises more is shortened, all layers alike, and by itself what is not corrected, so that the learning
+            rate may be far too high: 1 for SGD without momentum. For losses that can come close to zero and never
+            below it, as mean squares and cross-entropies, that ``backward()`` is called on; where ``bound`` is, and
+            not with :meth:`step` by hand. Counted (``counters.promised``). None: no limit.
         check: raise on NaN, inf or a failed factorisation instead of counting it. On a GPU this waits for the device.
         foresight: keep what :meth:`foresight` needs. Costs memory and time.
         process_group: the ranks that train this model together, whose inputs are all taken into account. None: those
@@ -226,6 +226,8 @@ class Consequentialism:
 
     def detach(self) -> None:
         """Take everything off the model and the optimiser, which is plain again."""
+        if self._groups.lost_its_optimizer:
+            return  # everything went with it
         if not self._capture.is_installed:
             raise RuntimeError("this Consequentialism is detached already")
         self._stepping.remove()
@@ -251,6 +253,7 @@ class Consequentialism:
         """Correct the gradients now, by hand; the next ``optimizer.step()`` will not do so again.
 
         For those who want to see or clip the corrected gradients, which are not bounded then: they may be a scaler's.
+        With ``promise=`` that is an error.
         If NaN or inf is met, all gradients become zero and an attached optimiser's next step is skipped. With
         ``at="backward"`` the gradients are corrected already, and nothing is left to do.
         """
@@ -259,6 +262,7 @@ class Consequentialism:
         self._notice_new_parameters()
         if self.at == "backward":
             return
+        refuse_promise_by_hand(self.promise)
         if self._groups.lost_its_optimizer:
             raise RuntimeError(
                 "the optimiser this was attached to no longer exists; keep a reference to it: "
@@ -382,7 +386,7 @@ class Consequentialism:
     def _limit_promise(self, promise: float | None) -> None:
         losses = self._parts.corrector.losses
         self._rewriter.promise = promise
-        self._parts.corrector.losses = None if promise is None else losses or LossValues()
+        self._parts.corrector.losses = None if promise is None else losses or LossValues(self._parts.groups.parameters)
         self._reports.causes = "NaN or inf" + ("" if promise is None else ", or a loss below zero (promise=),")
 
     @property
@@ -467,6 +471,7 @@ class Consequentialism:
         return describe(self, self._groups, rewriter.sides, rewriter.averages, rewriter.divisor, self._loss.source)
 
     def __reduce__(self) -> Any:
+        self._reports.copied()
         return type(None), ()  # a copied or pickled model has no correction: attach to the copy
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from consequent.capture.loss_values import LossNow
 from consequent.correction.parts import Parts
-from consequent.engines.promising import REMEDY, Promise, land
+from consequent.engines.promising import REMEDY, Promise
 
 _NOT_SEEN = (
     "asks how large the loss is, and it was not seen: call loss.backward() on it, or torch.autograd.backward(), in one "
@@ -29,16 +29,13 @@ class Promises:
         self._parts = parts
 
     def before(self) -> Promise | None:
-        """Before gradients are corrected: what the step will promise. None for one layer alone, or without a limit."""
+        """Before gradients are corrected: what the step will promise. None without a limit."""
         rewriter, exchange = self._parts.rewriter, self._parts.rewriter.exchange
         most = rewriter.promise
         if most is None:
             return None
-        layers = rewriter.to_be_rewritten()
-        if len(layers) < 2:
-            return None
         loss = self._parts.corrector.loss()
-        rates = self._rates_of([parameter for layer in layers for parameter in layer])
+        rates = self._rates()
         why = _NOT_SEEN if loss is None else _NOT_DOWN if rates is None else ""
         if exchange is not None and not exchange.ranks.is_true_everywhere(not why):
             why = why or "cannot be kept on another rank; the error there says why"
@@ -47,7 +44,8 @@ class Promises:
         if exchange is not None:
             loss = LossNow(exchange.mean(loss.value.to(rewriter.device)), loss.factors)
         ranks = None if exchange is None else exchange.ranks
-        return Promise(rates, loss, most, may_wait=rewriter.looks, ranks=ranks)
+        corrected = [parameter for layer in rewriter.to_be_rewritten() for parameter in layer]
+        return Promise(rates, corrected, loss, most, may_wait=rewriter.looks, ranks=ranks)
 
     def after(self, promise: Promise | None, layers: Sequence[Sequence[Tensor]]) -> None:
         """When they are corrected: keep it.
@@ -56,18 +54,13 @@ class Promises:
             promise: what :meth:`before` has returned.
             layers: each layer's parameters, of all whose gradients were corrected.
         """
-        if self._parts.rewriter.promise is None or not layers:
-            return
-        parameters = [parameter for layer in layers for parameter in layer]
-        is_shortened: bool | Tensor = False
-        if len(layers) == 1:
-            is_shortened = land(self._rates_of(parameters) or {})
-        elif promise is not None:
-            is_shortened = promise.keep(parameters)
-        self._parts.reports.add("promised", is_shortened)
+        if promise is not None:
+            parameters = [parameter for layer in layers for parameter in layer]
+            self._parts.reports.add("promised", promise.keep(parameters))
 
-    def _rates_of(self, parameters: Sequence[Tensor]) -> dict[Tensor, float] | None:
-        """How far a gradient moves each of them; None where that is not known of one, or is upwards."""
+    def _rates(self) -> dict[Tensor, float] | None:
+        """How far a gradient moves each of the optimiser's parameters; None where that is not known, or upwards."""
+        parameters = self._parts.groups.parameters()
         rates = {parameter: self._rate_of(parameter) for parameter in parameters if parameter.grad is not None}
         known = {parameter: rate for parameter, rate in rates.items() if rate is not None}
         return known if len(known) == len(rates) else None

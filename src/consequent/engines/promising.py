@@ -1,4 +1,4 @@
-"""Shortening all new gradients of a step alike, so that it promises no more than the loss has."""
+"""Shortening the gradients of a step, so that it promises no more than the loss has."""
 
 from collections.abc import Iterable, Mapping
 
@@ -7,11 +7,12 @@ from torch import Tensor
 
 from consequent.capture.loss_values import LossNow
 from consequent.capture.torch_internals import answers_at_once
-from consequent.maths.promise import shortening
+from consequent.maths.promise import shortenings
 from consequent.ranks.process_group import Ranks
 from consequent.ranks.sharded_tensors import holders_of, local
 
-ROUNDING = 1e-6  # by which a loss may be below zero
+ROUNDING = 1e-3  # by which a loss may be below zero: one that is meant to be so will soon be further
+SCALED = 1 / 128  # gradients that are multiplied by less than this were scaled before, and are not only clipped
 
 REMEDY = "leave promise= out, and lower the learning rate where it is too high"
 
@@ -23,7 +24,8 @@ class Promise:
         is_sound: whether the loss is a number, and none below zero; otherwise the step must not be taken.
 
     Args:
-        rates: how far a gradient moves each of the parameters in all, momentum included, whose gradients are corrected.
+        rates: how far a gradient moves each of the optimiser's parameters in all, momentum included.
+        corrected: those whose gradients may be corrected.
         loss: whose gradients they are.
         most: π: how much of it may be promised.
         may_wait: whether the host may wait for a device to look at the loss.
@@ -31,16 +33,23 @@ class Promise:
     """
 
     def __init__(
-        self, rates: Mapping[Tensor, float], loss: LossNow, most: float, *, may_wait: bool, ranks: Ranks | None
+        self,
+        rates: Mapping[Tensor, float],
+        corrected: Iterable[Tensor],
+        loss: LossNow,
+        most: float,
+        *,
+        may_wait: bool,
+        ranks: Ranks | None,
     ) -> None:
-        is_negative = (loss.value < -ROUNDING) & loss.value.isfinite()
-        if (may_wait or answers_at_once(loss.value)) and is_negative:
+        value = _unscaled(loss)
+        is_negative = (value < -ROUNDING) & value.isfinite()
+        if (may_wait or answers_at_once(value)) and is_negative:
             raise ValueError(
-                f"promise={most:g} is for losses that are never below zero, and this one is {float(loss.value):g}: "
-                f"{REMEDY}"
+                f"promise={most:g} is for losses that are never below zero, and this one is {float(value):g}: {REMEDY}"
             )
-        self.is_sound = loss.value.isfinite() & ~is_negative
-        grads = {p: local(p.grad) for p in rates if p.grad is not None}
+        self.is_sound = value.isfinite() & ~is_negative
+        grads = {p: local(p.grad) for p in corrected if p.grad is not None}
         self._before = dict(zip(grads, _copies(list(grads.values())), strict=True))
         self._rates = rates
         self._factors = loss.factors
@@ -48,34 +57,55 @@ class Promise:
         self._allowed = loss.value.clamp(min=0) * most
 
     def keep(self, parameters: Iterable[Tensor]) -> bool | Tensor:
-        """Shorten the gradients that these parameters have now, if they promise too much; whether they did.
+        """Shorten the gradients that there are now, if they promise too much; whether they did.
+
+        Args:
+            parameters: whose gradients were corrected.
+        """
+        corrected = [parameter for parameter in parameters if parameter in self._before]
+        known = set(corrected)
+        plain = [p for p in self._rates if p.grad is not None and p not in known]
+        promised = torch.stack([self._promised(corrected), self._promised(plain)])
+        if self._ranks is not None:
+            self._ranks.add_up(promised)
+        shorter = torch.stack(shortenings(promised[0], promised[1], self._allowed))
+        is_shortened = (shorter < 1).any()
+        if answers_at_once(shorter) and not is_shortened:
+            return False
+        for its, factor in zip((corrected, plain), shorter.unbind(), strict=True):
+            _shorten(its, factor)
+        return True if answers_at_once(shorter) else is_shortened
+
+    def _promised(self, parameters: Iterable[Tensor]) -> Tensor:
+        """What a step with their gradients promises.
 
         What the passes left is the gradient of the loss. It may have been multiplied since, and the new gradient with
         it: ``⟨U, G⟩`` is of the latter as it is applied, and of the former as it was.
         """
-        corrected = [parameter for parameter in parameters if parameter in self._before]
         by_rate: dict[float, list[Tensor]] = {}
-        for parameter in corrected:
+        for parameter in parameters:
             by_rate.setdefault(self._rates[parameter], []).append(parameter)
         promised, one = torch.zeros_like(self._allowed), torch.ones_like(self._allowed)
         for rate, its in by_rate.items():
             products = torch.stack([self._product(p).to(promised) for p in its])
             factors = torch.stack([self._factors.get(p, one).to(promised) for p in its])
             promised += rate * (products / factors).sum()
-        if self._ranks is not None:
-            self._ranks.add_up(promised)
-        shorter = shortening(promised, self._allowed)
-        is_shortened = shorter < 1
-        if answers_at_once(shorter) and not is_shortened:
-            return False
-        _shorten(corrected, shorter)
-        return True if answers_at_once(shorter) else is_shortened
+        return promised
 
     def _product(self, parameter: Tensor) -> Tensor:
         """A parameter's ``⟨U, G⟩``; of several ranks, this one's share in it."""
         assert parameter.grad is not None
-        product = _product(self._before[parameter], local(parameter.grad))
+        now = local(parameter.grad)
+        product = _product(self._before.get(parameter, now), now)
         return product if self._ranks is None else product / holders_of(parameter, self._ranks.size)
+
+
+def _unscaled(loss: LossNow) -> Tensor:
+    """The loss without a scaler's factor, which its gradients have been rid of."""
+    if not loss.factors:
+        return loss.value
+    largest = torch.stack([factor.to(loss.value) for factor in loss.factors.values()]).amax()
+    return loss.value * torch.where(largest < SCALED, largest, 1.0)
 
 
 def _product(old: Tensor, new: Tensor) -> Tensor:
@@ -95,23 +125,7 @@ def _copies(grads: list[Tensor]) -> list[Tensor]:
     return [grad.clone() if grad.is_sparse else next(copies) for grad in grads]
 
 
-def land(rates: Mapping[Tensor, float]) -> bool | Tensor:
-    """Shorten the gradients of one layer that is corrected alone, if they go beyond its targets; whether they did.
-
-    At the rate 1 they land there.
-
-    Args:
-        rates: how far a gradient moves each of the layer's parameters in all.
-    """
-    highest = max(rates.values(), default=0.0)
-    if highest <= 1:
-        return False
-    _shorten(rates, 1 / highest)
-    device = next(iter(rates)).device
-    return True if answers_at_once(device) else torch.ones((), dtype=torch.int64, device=device)
-
-
-def _shorten(parameters: Iterable[Tensor], shorter: float | Tensor) -> None:
+def _shorten(parameters: Iterable[Tensor], shorter: Tensor) -> None:
     """Multiply gradients without a trace: nobody is to take it for an edit."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in parameters:
@@ -119,7 +133,7 @@ def _shorten(parameters: Iterable[Tensor], shorter: float | Tensor) -> None:
             grad = local(parameter.grad)
             by_device.setdefault(grad.device, []).append(grad._values() if grad.is_sparse else grad.data)
     for device, grads in by_device.items():
-        factor = shorter.to(device) if isinstance(shorter, Tensor) else shorter
+        factor = shorter.to(device)
         for grad in grads:
             if grad.dtype.itemsize < 4:  # the factor would be rounded as well, to nothing if it is small
                 grad.copy_(grad.float() * factor)

@@ -7,6 +7,9 @@ they promise at most a fraction π of the loss L:
 
     ``Σ μ ⟨U, G⟩ ≤ π L``
 
+Parameters that are not corrected promise as well, ``μ ⟨G, G⟩``, at a rate that may be far too high for them. They are
+shortened by themselves: both sides share ``π L``, and neither gets less than half of it for the other's sake.
+
 With π = 1 and no other limit that is Polyak's step size, for mini-batches (Loizou et al., AISTATS 2021), in the
 correction's own metric. It has a meaning for losses alone whose least value is about zero.
 
@@ -17,10 +20,28 @@ import torch
 from torch import Tensor
 
 
-def shortening(promised: Tensor, allowed: Tensor) -> Tensor:
-    """What all new gradients are multiplied by: 1 unless they promise more than is allowed.
+def shortenings(corrected: Tensor, plain: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """What gradients are multiplied by, so that they promise no more than is allowed together.
 
-    >>> [float(shortening(torch.tensor(promised), torch.tensor(1.0))) for promised in (4.0, 0.5, float("nan"))]
-    [0.25, 1.0, 1.0]
+    Args:
+        corrected: what those that were corrected promise.
+        plain: what the others do.
+        allowed: how much they may.
+
+    Returns:
+        a number for each of the two sides, 1 where it is not shortened.
+
+    >>> [[float(one) for one in shortenings(*map(torch.tensor, case))] for case in ((4.0, 0.0, 1.0), (4.0, 0.2, 1.0))]
+    [[0.25, 1.0], [0.2, 1.0]]
+    >>> [float(one) for one in shortenings(*map(torch.tensor, (4.0, 5.0, 1.0)))]
+    [0.125, 0.10000000149011612]
     """
-    return torch.where(promised > allowed, allowed / promised, 1.0)
+    return _shortening(corrected, allowed - plain.clamp(min=0), allowed), _shortening(
+        plain, allowed - corrected.clamp(min=0), allowed
+    )
+
+
+def _shortening(promised: Tensor, left: Tensor, allowed: Tensor) -> Tensor:
+    """Of one side, when the other has taken what it wants."""
+    share = torch.maximum(left, allowed / 2)
+    return torch.where(promised > share, share / promised, 1.0)

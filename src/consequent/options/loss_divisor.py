@@ -57,10 +57,12 @@ class LossDivisor:
 
     @property
     def taken_over(self) -> str | None:
-        """What the loss is taken for a mean over, ``"samples"`` or ``"positions"``, where that may be doubted."""
+        """What the loss is taken for a mean over, where that may be doubted: samples, positions or elements."""
         if self.reduction == "mean":
             return "samples"
-        return "positions" if self.reduction == "tokens" or is_loss_of_classes(self.reduction) else None
+        if self.reduction == "tokens" or is_loss_of_classes(self.reduction):
+            return "positions"
+        return "elements" if self.reduction == "mse" or is_loss_function(self.reduction) else None
 
     @property
     def source(self) -> str:
@@ -95,8 +97,9 @@ class LossDivisor:
         if not calls:
             raise RuntimeError(
                 f"loss_reduction={self.reduction!r} was not called between the forward and the backward pass: it must "
-                "be the very object that computes the loss, after each call of the model. Otherwise give the loss's "
-                "divisor: a number, or a function of the number of samples."
+                "be the very object that computes the loss, after each call of the model (or, where parts of it are "
+                "called by themselves, of one that is trained here). Otherwise give the loss's divisor: a number, or a "
+                "function of the number of samples."
             )
         return max(calls)
 

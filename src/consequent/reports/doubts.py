@@ -27,9 +27,12 @@ def doubt_about_loss(
     Args:
         passes: for each backward pass the entries that took part in it.
         model: the whole model; calls of its parts say nothing.
-        taken_over: what the loss is taken for a mean over: ``"samples"`` or ``"positions"`` of the outputs.
+        taken_over: what the loss is taken for a mean over: ``"samples"``, or ``"positions"`` or ``"elements"`` of the
+            outputs.
         is_scaled: whether the loss was multiplied by a scaler.
     """
+    if taken_over == "elements":
+        return next((doubt for its in passes if (doubt := _doubt_about_elements(list(its))) is not None), None)
     entries = [entry for its in passes for entry in its if entry.module is model]
     if taken_over == "samples":
         doubts = (_doubt_about_samples(entry, is_scaled=is_scaled) for entry in entries)
@@ -87,6 +90,18 @@ def _doubt_about_positions(entry: Entry) -> str | None:
     return (
         f"the loss is taken for a mean over all {positions} positions of the outputs {list(entry.output_shape)}; but "
         f"it is one over {_few(entry.counted, positions)}"
+    )
+
+
+def _doubt_about_elements(entries: list[Entry]) -> str | None:
+    """What is suspicious about the forward passes of one backward pass, whose loss is taken for one of outputs."""
+    if not entries or not all(entry.is_behind_products for entry in entries):
+        return None
+    return (
+        f"the loss is taken for a mean over the elements of the outputs {list(entries[0].output_shape or ())}; but "
+        "these come to it only through another network, or another product, by autograd's graph, and it is a mean over "
+        "what comes out of that: give the divisor, a number or lambda samples: … (of mse_loss half of the elements "
+        "that it compares)"
     )
 
 

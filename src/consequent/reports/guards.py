@@ -153,6 +153,20 @@ def refuse_capture_of_ranks() -> None:
         )
 
 
+def refuse_promise_by_hand(promise: float | None) -> None:
+    """Raise if a step's promise is limited, and gradients are corrected before that step.
+
+    Args:
+        promise: π.
+    """
+    if promise is not None:
+        raise RuntimeError(
+            f"promise={promise:g} is kept in optimizer.step(), and what becomes of gradients between correction.step() "
+            "and that is not known: leave correction.step() out, and clip before (optimizer.step() corrects then), or "
+            "leave promise= out"
+        )
+
+
 def refuse_promise_of_ranks(promise: float | None, model: nn.Module, *, by_hand: bool) -> None:
     """Raise if a step's promise is limited, on several ranks whose gradients no wrapper averages.
 

@@ -1,6 +1,7 @@
 """What users are told: every step that was not ordinary is counted, and each cause is warned of once."""
 
 import contextlib
+import copy
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from consequent.reports.errors import ConsequentWarning, LinAlgError, NonFiniteE
 from consequent.reports.skipped_on_device import SkippedOnDevice
 from consequent.statistics.solution import Solution
 
-_NOT_THE_USERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__)
+_NOT_THE_USERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__, copy.__file__)
 
 
 # Steps in a row on which NaN or inf was met; so many are an error.
@@ -192,6 +193,14 @@ class Reports(Tally):
             "the optimiser that consequent was attached to no longer exists, and with it the correction: this model's "
             "gradients are plain ones. Keep a reference to the optimiser, or attach to the one that steps now; if "
             "plain gradients are what you want, call correction.detach() before you throw the optimiser away.",
+        )
+
+    def copied(self) -> None:
+        """Somebody copies or pickles the correction itself."""
+        self._warn_once(
+            "copied",
+            "a correction cannot be copied or pickled: there is None in its place, and the copy of its optimiser is a "
+            "plain one, with the learning rate of this. Attach to the copies, and load correction.state_dict().",
         )
 
     def all_frozen(self, optimizer: str) -> None:

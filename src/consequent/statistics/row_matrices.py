@@ -161,7 +161,7 @@ class RowMatrices:
             self.__dict__.pop("features", None)
             self.__dict__.pop("ones", None)
             if dZ.dtype != torch.float64:
-                rescued = len(gram) - fallen_back
+                rescued = len(gram) - fallen_back if gram.numel() else 0  # a layer without samples has nothing to solve
         finite = math.isfinite(values.sum().item())
         return Coefficients(values, finite, rescued, fallen_back, level=added, trace=trace)
 
