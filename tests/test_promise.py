@@ -211,6 +211,32 @@ def test_a_pass_that_left_nothing_to_this_optimiser_does_not_count():
     torch.testing.assert_close(changed(lambda both, part: both), changed(lambda both, part: part), rtol=1e-9, atol=0)
 
 
+def test_a_loss_of_zero_that_has_a_gradient_is_told_of(device):
+    model = network(5, 7, 3)
+    inputs, targets = data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    consequent.attach(optimizer, model, promise=1.0, loss_reduction="mse")
+
+    def steps(count):
+        for _ in range(count):
+            optimizer.zero_grad()
+            loss = mse_loss(model(inputs), targets)
+            (loss - loss.detach()).backward()
+            optimizer.step()
+
+    before = weights(model)
+    steps(9)
+    looks = device == "looked at"
+    with (
+        pytest.warns(consequent.ConsequentWarning, match="zero in the last 10 of them.*nothing is being trained")
+        if looks
+        else nullcontext()
+    ):
+        steps(1)
+    steps(1)
+    assert torch.equal(weights(model), before)
+
+
 def test_correcting_by_hand_is_refused():
     model = network(5, 7, 3)
     inputs, targets = data()

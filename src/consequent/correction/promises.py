@@ -17,6 +17,8 @@ _NOT_DOWN = (
     "learning rate no tensor on a GPU, and it must not be fused with a GradScaler"
 )
 
+WITHOUT_A_STEP = 10  # as the loss is zero: then it is told
+
 
 class Promises:
     """Limits what steps promise, where π is set.
@@ -27,6 +29,7 @@ class Promises:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._without_a_step = 0  # in a row
 
     def before(self) -> Promise | None:
         """Before gradients are corrected: what the step will promise. None without a limit."""
@@ -57,6 +60,9 @@ class Promises:
         if promise is not None:
             parameters = [parameter for layer in layers for parameter in layer]
             self._parts.reports.add("promised", promise.keep(parameters))
+            self._without_a_step = self._without_a_step + 1 if promise.is_nothing else 0
+            if self._without_a_step == WITHOUT_A_STEP:
+                self._parts.reports.nothing_promised(WITHOUT_A_STEP)
 
     def _rates(self) -> dict[Tensor, float] | None:
         """How far a gradient moves each of the optimiser's parameters; None where that is not known, or upwards."""

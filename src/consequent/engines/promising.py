@@ -22,6 +22,7 @@ class Promise:
 
     Attributes:
         is_sound: whether the loss is a number, and none below zero; otherwise the step must not be taken.
+        is_nothing: whether nothing is left of the step, as far as the host knows: the loss is zero, its gradient not.
 
     Args:
         rates: how far a gradient moves each of the optimiser's parameters in all, momentum included.
@@ -55,6 +56,7 @@ class Promise:
         self._factors = loss.factors
         self._ranks = ranks
         self._allowed = loss.value.clamp(min=0) * most
+        self.is_nothing = False
 
     def keep(self, parameters: Iterable[Tensor]) -> bool | Tensor:
         """Shorten the gradients that there are now, if they promise too much; whether they did.
@@ -72,6 +74,7 @@ class Promise:
         is_shortened = (shorter < 1).any()
         if answers_at_once(shorter) and not is_shortened:
             return False
+        self.is_nothing = answers_at_once(shorter) and bool((shorter == 0).any())
         for its, factor in zip((corrected, plain), shorter.unbind(), strict=True):
             _shorten(its, factor)
         return True if answers_at_once(shorter) else is_shortened

@@ -195,6 +195,15 @@ class Reports(Tally):
             "plain gradients are what you want, call correction.detach() before you throw the optimiser away.",
         )
 
+    def nothing_promised(self, steps: int) -> None:
+        """A step's promise is limited, and nothing was left of the last ones."""
+        self._warn_once(
+            "nothing promised",
+            f"promise= limits steps by the loss, which was zero in the last {steps} of them, and its gradient was not: "
+            "nothing is being trained. It is for a loss that backward() is called on and whose least value is zero, "
+            "and not for something else with its gradient. Otherwise leave promise= out.",
+        )
+
     def copied(self) -> None:
         """Somebody copies or pickles the correction itself."""
         self._warn_once(

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from gpu.test_gpu import full_precision, weights  # noqa: F401
-from gpu.test_gpu_defaults import NETS
+from gpu.test_gpu import batch, full_precision, weights  # noqa: F401
+from gpu.test_gpu_defaults import NETS as WITHOUT_NORMS
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -15,6 +15,12 @@ pytestmark = [
 ]
 
 RATES = (0.001, 3.0)  # at which no step promises too much, and most do
+NETS = WITHOUT_NORMS | {"norms, which are not corrected": lambda: (normed(), batch("cpu")[0].flatten(1))}
+
+
+def normed():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(192, 50), nn.LayerNorm(50), nn.ReLU(), nn.Linear(50, 10))
 
 
 def made(name, device, dtype, lr, **options):
