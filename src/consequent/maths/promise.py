@@ -31,14 +31,14 @@ def shortenings(corrected: Tensor, plain: Tensor, allowed: Tensor) -> tuple[Tens
     Returns:
         a number for each of the two sides, 1 where it is not shortened.
 
-    >>> [[float(one) for one in shortenings(*map(torch.tensor, case))] for case in ((4.0, 0.0, 1.0), (4.0, 0.2, 1.0))]
-    [[0.25, 1.0], [0.2, 1.0]]
-    >>> [float(one) for one in shortenings(*map(torch.tensor, (4.0, 5.0, 1.0)))]
-    [0.125, 0.10000000149011612]
+    >>> for promised in ([4.0, 0.0], [4.0, 0.25], [4.0, 8.0]):
+    ...     print([float(one) for one in shortenings(*torch.tensor(promised), torch.tensor(1.0))])
+    [0.25, 1.0]
+    [0.1875, 1.0]
+    [0.125, 0.0625]
     """
-    return _shortening(corrected, allowed - plain.clamp(min=0), allowed), _shortening(
-        plain, allowed - corrected.clamp(min=0), allowed
-    )
+    left = [allowed - promised.clamp(min=0) for promised in (plain, corrected)]
+    return _shortening(corrected, left[0], allowed), _shortening(plain, left[1], allowed)
 
 
 def _shortening(promised: Tensor, left: Tensor, allowed: Tensor) -> Tensor:
