@@ -233,7 +233,14 @@ def test_an_optimizer_that_nobody_holds():
         half_squares(model(BATCHES[0])).backward()
     with pytest.raises(RuntimeError, match="no longer exists; keep a reference"):
         correction.step()
-    correction.detach()  # nothing is left to be taken off
+
+
+def test_nothing_is_told_of_an_optimizer_that_is_gone_after_detaching():
+    model = make_model()
+    correction = consequent.attach(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    correction.detach()
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+    half_squares(model(BATCHES[0])).backward()
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))])

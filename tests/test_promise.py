@@ -190,6 +190,85 @@ def test_what_is_not_corrected_does_not_shorten_a_step_that_promises_little():
     assert correction.counters.promised == 0
 
 
+def side(model):
+    return 50 * (model.scale - 3).square().sum()  # comes to no layer
+
+
+def all_at_once(model, loss, scale):
+    (scale * (loss(model) + side(model))).backward()
+
+
+def side_first(model, loss, scale):
+    for part in (side, loss):
+        (scale * part(model)).backward()
+
+
+def side_last(model, loss, scale):
+    for part in (loss, side):
+        (scale * part(model)).backward()
+
+
+def side_last_after_one_that_was_thrown_away(model, loss, scale):
+    (scale * side(model)).backward()
+    model.zero_grad()
+    side_last(model, loss, scale)
+
+
+def side_last_after_zeros(model, loss, scale):
+    (scale * side(model)).backward()
+    model.zero_grad(set_to_none=False)
+    side_last(model, loss, scale)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])  # as a scaler has it
+@pytest.mark.parametrize(
+    "backward", [side_first, side_last, side_last_after_one_that_was_thrown_away, side_last_after_zeros]
+)
+def test_a_pass_that_comes_to_no_layer_counts(backward, scale):
+    model = Scaled()
+    inputs, targets = data()
+
+    def loss(model):
+        return mse_loss(model(inputs), targets)
+
+    def unscaled(model):
+        for parameter in model.parameters():
+            parameter.grad /= scale
+
+    expected, _ = stepped(model, lambda one: all_at_once(one, loss, 1.0), loss_reduction="mse")
+    after, correction = stepped(
+        model, lambda one: backward(one, loss, scale), before_step=unscaled, loss_reduction="mse"
+    )
+    assert correction.counters.promised == 1
+    torch.testing.assert_close(weights(after) - weights(model), weights(expected) - weights(model), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_step_without_anything_to_correct_promises_no_more_either(is_frozen):
+    model = Scaled()
+    inputs, targets = data()
+
+    def loss(model):
+        return mse_loss(model(inputs), targets) if is_frozen else side(model)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e4)
+    correction = consequent.attach(optimizer, model, promise=1.0, loss_reduction="mse")
+    mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+    model.layers.requires_grad_(not is_frozen)
+    for counted in (2, 3):
+        optimizer.zero_grad()
+        before = copy.deepcopy(model)
+        if not is_frozen:
+            model(inputs)
+        loss(model).backward()
+        optimizer.step()
+        (gradient,) = torch.autograd.grad(loss(before), before.scale)
+        promise = -(gradient * (model.scale - before.scale)).sum().item()
+        assert promise == pytest.approx(loss(before).item(), rel=1e-6)
+        assert correction.counters.promised == counted
+
+
 def test_a_pass_that_left_nothing_to_this_optimiser_does_not_count():
     """Of two networks in one module, each with an optimiser: one's losses go through the other."""
     one, other = network(5, 7, 5), network(5, 7, 3)

@@ -169,14 +169,28 @@ def upwards_on_one():
     optimizer.step()
 
 
-def without_a_pass_on_one():
+EXCLUDED = {"exclude": ["parts.first", re.compile(".*left.*")], "loss_reduction": 8.0}
+
+
+def plain_on_one():
     model = Both()
     ddp = DDP(model, find_unused_parameters=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=HIGH)
-    consequent.attach(optimizer, ddp, promise=1.0, exclude=["parts.first", re.compile(".*left.*")])
+    optimizer, correction = attached(ddp, **EXCLUDED)
     inputs, targets = data()
     mse_loss(ddp(inputs, dist.get_rank()), targets).backward()
     optimizer.step()
+    return weights(model), correction.counters.promised
+
+
+def test_a_rank_whose_pass_comes_to_no_layer_that_is_corrected(two):
+    model = Both()
+    optimizer, _ = attached(model, **EXCLUDED)
+    inputs, targets = data()
+    (sum(mse_loss(model(inputs, way), targets) for way in (0, 1)) / 2).backward()
+    optimizer.step()
+    for after, promised in two.run(plain_on_one):
+        assert promised == 1
+        torch.testing.assert_close(after, weights(model), rtol=1e-6, atol=1e-8)
 
 
 def divided_otherwise():
@@ -203,7 +217,6 @@ def by_hand():
         (unseen_on_one, "cannot be kept on another rank; the error there says why|it was not seen"),
         (negative, "is for losses that are never below zero, and this one is -1"),
         (upwards_on_one, "cannot be kept on another rank; the error there says why|and that it goes down"),
-        (without_a_pass_on_one, "cannot be kept on another rank; the error there says why|it was not seen"),
         (divided_otherwise, r"set_gradient_divide_factor\(1\) was called"),
         (by_hand, "with process_group= they are averaged by hand"),
     ],

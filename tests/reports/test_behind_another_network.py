@@ -25,7 +25,8 @@ def frozen(layer):
     return layer.requires_grad_(False)
 
 
-JUDGE, PICTURES = frozen(nn.Linear(4, 1)), frozen(nn.Conv1d(1, 2, 3))
+JUDGE, PICTURES = frozen(nn.Linear(4, 1)), frozen(nn.Conv1d(1, 3, 3))
+TURN, BLUR = torch.linspace(-1, 1, 16).view(4, 4), frozen(nn.Conv1d(1, 1, 3, padding=1))
 THROUGH_ANOTHER = {
     "a-judge": (lambda: dense(4), lambda model: mse_loss(JUDGE(model(INPUTS)), TARGETS[:, :1])),
     "features": (lambda: dense(4), lambda model: PICTURES(model(INPUTS)[:, None]).relu().square().mean()),
@@ -39,6 +40,9 @@ DIRECTLY = {
         lambda model: mse_loss(model(INPUTS), TARGETS) + (model[0].weight @ model[0].weight.T).square().sum(),
     ),
     "scaled": (lambda: dense(4), lambda model: 3 * mse_loss(model(INPUTS).reshape(-1) / 2, TARGETS.reshape(-1))),
+    "turned": (lambda: dense(4), lambda model: mse_loss(model(INPUTS) @ TURN, TARGETS)),
+    "turned-by-hand": (lambda: dense(4), lambda model: (model(INPUTS) @ TURN - TARGETS).square().mean()),
+    "blurred": (lambda: dense(4), lambda model: mse_loss(BLUR(model(INPUTS)[:, None])[:, 0], TARGETS)),
     "as-one": (Coder, lambda model: mse_loss(model(INPUTS), INPUTS)),
 }
 

@@ -10,6 +10,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from consequent.capture.loss_values import LossNow, LossValues
+from consequent.capture.plain_passes import PlainPasses
 from consequent.capture.records import Record
 from consequent.capture.separate_scales import note_sizes
 from consequent.capture.torch_internals import (
@@ -77,6 +78,7 @@ class StepCorrector:
         self._lock = threading.RLock()
         self.is_shared_out = False  # with other ranks, whose inputs are still to come at the step
         self.losses: LossValues | None = None  # of the passes, where somebody asks for them
+        self._plain = PlainPasses(self._comes_to_plain, self._has_come_to_plain)
         self._weights: set[Tensor] = set()
         self._damping_of = damping_of
         self._largest_block_of = largest_block_of
@@ -231,6 +233,19 @@ class StepCorrector:
         record.note_pass(use, backward_pass)
         self._look_at_loss(record.passes[-1][0])
 
+    @_one_at_a_time
+    def _comes_to_plain(self, backward_pass: int) -> None:
+        self._look_at_loss(backward_pass)
+
+    @_one_at_a_time
+    def _has_come_to_plain(self, parameters: list[Tensor]) -> None:
+        if self.losses is None:
+            return
+        if self.is_shared_out:  # be behind wrappers, who reduce gradients in callbacks of their own
+            after_backward(partial(self.losses.note_sizes, parameters))
+        else:
+            self.losses.note_sizes(parameters)
+
     def _look_at_loss(self, backward_pass: int) -> None:
         if self.losses is not None and backward_pass not in self.losses:
             self.losses.forget_but(self._members_by_pass())
@@ -255,13 +270,13 @@ class StepCorrector:
         for record in records:
             record.mark_accumulated()
         if self.losses is not None:
-            plain = [p for p in self.losses.parameters() if id(p) not in self._arrivals]
             if self.is_shared_out:  # then gradients come from other ranks, too
                 corrected = [arrivals.parameter for arrivals in self._arrivals.values()]
-                self.losses.note_sizes([*corrected, *plain], among=())
+                self.losses.note_sizes([*corrected, *self._plain_ones()])
             else:
-                present = {p for record in self.records.values() for p in record.members}
-                self.losses.note_sizes([*(p for record in records for p in record.members), *plain], among=present)
+                present = {p for record in self.records.values() for p in record.members or [record.weight]}
+                self.losses.forget_sizes_but(present.union(*self._plain.by_pass().values()))
+                self.losses.note_sizes([p for record in records for p in record.members or [record.weight]])
         note_sizes(
             record
             for record in records
@@ -273,6 +288,7 @@ class StepCorrector:
     @_one_at_a_time
     def before_entry(self) -> None:
         """Drop what a backward pass left that raised; one of another thread may be under way."""
+        self.watch_plain()
         calling = threads_in_backward() if self._threads else set()
         for over in [one for one, threads in self._threads.items() if not threads & calling]:
             del self._threads[over]
@@ -282,6 +298,14 @@ class StepCorrector:
                 del arrivals.returned[over]
         if not self._running:
             self._ahead.forget()
+
+    def watch_plain(self) -> None:
+        """Watch the parameters that are not corrected now, where somebody asks for losses."""
+        self._plain.watch(self._plain_ones())
+
+    def _plain_ones(self) -> list[Tensor]:
+        """Parameters that are not corrected, and that a step changes; none where nobody asks for losses."""
+        return [] if self.losses is None else [p for p in self.losses.parameters() if id(p) not in self._arrivals]
 
     def correct_only(self, biases: dict[Tensor, list[Tensor]]) -> None:
         """Only these weights are corrected from now on."""
@@ -311,6 +335,7 @@ class StepCorrector:
         for arrivals in self._arrivals.values():
             arrivals.stop()
         self._arrivals.clear()
+        self._plain.watch(())
         self.records.clear()
         self._ahead = self._new_ahead()  # recordings hold memory
 
@@ -319,10 +344,16 @@ class StepCorrector:
         self._ahead.forget()
         for record in self.records.values():
             record.clear()
-        if self.losses is not None:
-            self.losses.forget_but(())
+        self.forget_losses()
         if len(self.records) > len(self._weights):  # of weights that stood in for a layer's own (functional_call)
             self._forget_unwatched()
+
+    def forget_losses(self) -> None:
+        """Forget the passes' losses: a step was taken for them."""
+        self._plain.clear()
+        if self.losses is not None:
+            self.losses.forget_but(())
+            self.losses.forget_sizes_but(())
 
     def filled_records(self) -> list[Record]:
         """Records of weights that took part in the gradients now in ``.grad``."""
@@ -354,6 +385,8 @@ class StepCorrector:
             through = {backward_pass for backward_pass, _ in record.passes}
             for backward_pass in through | record.beside.passes:
                 found.setdefault(backward_pass, []).extend(record.members)
+        for backward_pass, parameters in self._plain.by_pass().items():
+            found.setdefault(backward_pass, []).extend(parameters)
         return dict(sorted(found.items()))
 
     def passes(self) -> list[set[Entry]]:

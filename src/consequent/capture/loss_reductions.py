@@ -19,6 +19,7 @@ from consequent.capture.loss_nodes import (
     started_passes,
 )
 from consequent.capture.loss_paths import path_to, undivided, without_scale
+from consequent.capture.torch_internals import elements_made_by
 
 # Of F.mse_loss and others; where outputs have several numbers a sample, their mean is over more than samples.
 _OF_ELEMENTS = {"MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"}
@@ -63,17 +64,21 @@ def is_mean_over_elements(outputs: Node, elements: int) -> bool:
     return of_torch or any(_is_mean_by_hand(outputs, elements, node) for loss in _losses() for node in undivided(loss))
 
 
-def is_behind_products(outputs: Node) -> bool:
+def is_behind_products(outputs: Node, elements: int) -> bool:
     """Whether it is that of a loss to which these outputs come only by products, as those of another network.
+
+    Where it is known to be a mean over as many numbers as there are outputs, it does not matter.
 
     Args:
         outputs: the node that made them.
+        elements: how many there are.
     """
-    return any(_is_behind_products(outputs, started.loss) for started in started_passes())
+    return any(_is_behind_products(outputs, elements, started.loss) for started in started_passes())
 
 
-def _is_behind_products(outputs: Node, loss: Node) -> bool:
+def _is_behind_products(outputs: Node, elements: int, loss: Node) -> bool:
     seen, waiting, meets_product = {loss}, [loss], False
+    compared: set[int | None] = set()
     while waiting:
         node = waiting.pop()
         if node is outputs or len(seen) > NODES:
@@ -81,11 +86,21 @@ def _is_behind_products(outputs: Node, loss: Node) -> bool:
         if operation_of(node) in _PRODUCTS:
             meets_product = True
             continue
+        compared |= _elements_of_a_mean(node)
         for before in inputs_of(node):
             if before is not None and before not in seen:
                 seen.add(before)
                 waiting.append(before)
-    return meets_product
+    return meets_product and compared != {elements}
+
+
+def _elements_of_a_mean(node: Node) -> set[int | None]:
+    """Over how many numbers this node takes a mean, if it does."""
+    if type(node).__name__ == "MeanBackward0":
+        return {math.prod(reduced_shape(node))}
+    if operation_of(node) in _OF_ELEMENTS and reduction_of(node) == MEAN:
+        return {elements_made_by(before) for before in inputs_of(node) if before is not None}
+    return set()
 
 
 def is_mean_over_labels(outputs: Node) -> bool:

@@ -68,15 +68,17 @@ class LossValues:
         self._of[backward_pass] = torch.zeros_like(total) if is_counted else total
         self._calls[backward_pass] = call.mark
 
-    def note_sizes(self, parameters: Iterable[Tensor], among: Collection[Tensor]) -> None:
+    def note_sizes(self, parameters: Iterable[Tensor]) -> None:
         """A pass is over: how large are the gradients that it has left?
 
         Args:
             parameters: to whose gradients it has come.
-            among: all whose sizes count, also from earlier passes.
         """
-        kept = {parameter: size for parameter, size in self._sizes.items() if parameter in among}
-        self._sizes = kept | _sizes_of(parameters)
+        self._sizes |= _sizes_of(parameters)
+
+    def forget_sizes_but(self, parameters: Collection[Tensor]) -> None:
+        """Forget those of all other gradients."""
+        self._sizes = {parameter: size for parameter, size in self._sizes.items() if parameter in parameters}
 
     # ---- at the step ------------------------------------------------------------------------------------------------
 

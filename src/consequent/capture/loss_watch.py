@@ -88,7 +88,7 @@ def _look_at_way(entry: Entry, grad: Tensor) -> None:
     """See whether the outputs come to the loss by another network alone."""
     outputs = running_node()
     if outputs is not None and not transforms_are_active():
-        entry.is_behind_products |= is_behind_products(outputs)
+        entry.is_behind_products |= is_behind_products(outputs, grad.numel())
 
 
 def _look_at_labels(entry: Entry, taken_over: str, grad: Tensor) -> None:

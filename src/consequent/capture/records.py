@@ -267,7 +267,7 @@ class Record:
     def mark_accumulated(self) -> None:
         """Remember the gradients as the backward pass left them."""
         self.accumulated = [(parameter, GradMark(parameter.grad)) for parameter in self.members]
-        if self.beside:
+        if self.beside and self.members:
             self.beside.note(self.grads)
         if not isinstance(self.statistic, Rows) and self._may_be_looked_at:
             self.was_left_zero = not any(_is_nonzero_somewhere(grad) for grad in self.grads)

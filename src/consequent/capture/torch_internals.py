@@ -5,6 +5,7 @@ That all of them exist is tested when this module is imported.
 """
 
 import gc
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -49,6 +50,12 @@ if _absent := _missing():
 
 # A number for the running backward pass; -1 outside of one.
 backward_pass_id: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def elements_made_by(node: Node) -> int | None:
+    """How many numbers the first tensor has that a node of the graph stands for; None where torch does not say."""
+    made = getattr(node, "_input_metadata", None)
+    return math.prod(made[0].shape) if made else None
 
 
 def running_node() -> Node | None:

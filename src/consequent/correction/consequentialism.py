@@ -1,6 +1,6 @@
 """``Consequentialism``: watches a model's layers, and rewrites their gradients before each step of an optimiser."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -180,6 +180,7 @@ class Consequentialism:
         )
         self._stepping = Stepping(parts, at, first_step, self._together, self._notice_new_parameters)
         self._limit_promise(promise)
+        self._tell_no_more: Callable[[], object] = bool  # that the optimiser is gone, if it is
         if process_group is not None:
             try:
                 self._together.join(process_group, by_hand=True)
@@ -222,12 +223,14 @@ class Consequentialism:
         self._groups.take(optimizers, when_gone=self._optimizer_is_gone)
         for one in optimizers:
             self._stepping.watch(one)
+        self._parts.corrector.watch_plain()
         return self
 
     def detach(self) -> None:
         """Take everything off the model and the optimiser, which is plain again."""
-        if self._groups.lost_its_optimizer:
-            return  # everything went with it
+        if self._groups.lost_its_optimizer:  # everything went with it
+            self._tell_no_more()
+            return
         if not self._capture.is_installed:
             raise RuntimeError("this Consequentialism is detached already")
         self._stepping.remove()
@@ -238,7 +241,7 @@ class Consequentialism:
         """The last of them was thrown away: the hooks on the model go with it, and the next gradient says so."""
         parameters = self._territory.parameters()
         self._stop_watching()
-        warn_at_next_backward_pass(parameters, self._reports, is_corrected)
+        self._tell_no_more = warn_at_next_backward_pass(parameters, self._reports, is_corrected)
 
     def _stop_watching(self) -> None:
         self._capture.remove()

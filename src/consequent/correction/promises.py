@@ -64,6 +64,14 @@ class Promises:
             if self._without_a_step == WITHOUT_A_STEP:
                 self._parts.reports.nothing_promised(WITHOUT_A_STEP)
 
+    def keep_of_plain(self) -> None:
+        """Nothing is corrected at this step; what there is promises as well, if the loss was seen."""
+        if self._parts.rewriter.promise is not None and self._parts.rewriter.exchange is None:
+            loss = self._parts.corrector.loss()
+            if loss is not None:
+                self.after(self.before(), ())
+            self._parts.corrector.forget_losses()
+
     def _rates(self) -> dict[Tensor, float] | None:
         """How far a gradient moves each of the optimiser's parameters; None where that is not known, or upwards."""
         parameters = self._parts.groups.parameters()

@@ -114,6 +114,7 @@ class Stepping:
             if not must_skip:
                 refuse_uncaptured(self._parts.capture, self._corrector, self._groups.owns, self._rewriter.uncaptured)
                 self._rewriter.list_uncaptured([])
+                self._promises.keep_of_plain()
         if must_skip:
             # An optimiser leaves parameters without a gradient alone: no step, no decay, no momentum.
             self._bad_pass = self._corrector.last_pass

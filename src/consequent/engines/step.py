@@ -45,7 +45,7 @@ ENGINES: tuple[type[Engine], ...] = (ByKernels, ByInverses, ByGroups, Grouped, U
 
 _UNCAPTURED = (
     "its weight got a gradient, and from no call of the layer that can be seen: a function or a copy uses the weight, "
-    "or the layer is called inside of torch.func (vmap, grad)"
+    "or the layer is called inside of torch.func (vmap, grad), or the loss is one of derivatives of its outputs alone"
 )
 
 

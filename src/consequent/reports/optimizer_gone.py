@@ -13,17 +13,26 @@ from consequent.reports.reports import Reports
 
 def warn_at_next_backward_pass(
     parameters: Iterable[Tensor], reports: Reports, is_corrected: Callable[[Tensor], bool]
-) -> None:
+) -> Callable[[], None]:
     """Let the next gradient of one of these parameters tell that nobody corrects it, unless somebody does by then.
 
     Args:
         parameters: of the layers that were corrected.
         reports: who warns.
         is_corrected: whether another correction has taken a parameter over.
+
+    Returns:
+        what to call if nothing is to be told any more.
     """
-    if sys.is_finalizing():  # the program ends: no backward pass will come, and torch cannot take hooks any more
-        return
     handles: dict[int, RemovableHandle] = {}
+
+    def stop() -> None:
+        for handle in handles.values():
+            handle.remove()
+        handles.clear()
+
+    if sys.is_finalizing():  # the program ends: no backward pass will come, and torch cannot take hooks any more
+        return stop
 
     def arrives(parameter: "weakref.ref[Tensor]") -> Callable[[Tensor], None]:
         def gradient_arrives(_: Tensor) -> None:
@@ -31,9 +40,7 @@ def warn_at_next_backward_pass(
             if known is not None and is_corrected(known):
                 handles.pop(id(known)).remove()
                 return
-            for handle in handles.values():
-                handle.remove()
-            handles.clear()
+            stop()
             reports.optimizer_gone()
 
         return gradient_arrives
@@ -41,3 +48,4 @@ def warn_at_next_backward_pass(
     for parameter in parameters:
         if parameter.requires_grad and not is_sharded(parameter):
             handles[id(parameter)] = parameter.register_hook(arrives(weakref.ref(parameter)))
+    return stop
