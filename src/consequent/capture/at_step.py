@@ -344,16 +344,12 @@ class StepCorrector:
         self._ahead.forget()
         for record in self.records.values():
             record.clear()
-        self.forget_losses()
-        if len(self.records) > len(self._weights):  # of weights that stood in for a layer's own (functional_call)
-            self._forget_unwatched()
-
-    def forget_losses(self) -> None:
-        """Forget the passes' losses: a step was taken for them."""
         self._plain.clear()
         if self.losses is not None:
             self.losses.forget_but(())
             self.losses.forget_sizes_but(())
+        if len(self.records) > len(self._weights):  # of weights that stood in for a layer's own (functional_call)
+            self._forget_unwatched()
 
     def filled_records(self) -> list[Record]:
         """Records of weights that took part in the gradients now in ``.grad``."""

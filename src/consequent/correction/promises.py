@@ -70,7 +70,7 @@ class Promises:
             loss = self._parts.corrector.loss()
             if loss is not None:
                 self.after(self.before(), ())
-            self._parts.corrector.forget_losses()
+            self._parts.corrector.clear()  # a step was taken for all that there was
 
     def _rates(self) -> dict[Tensor, float] | None:
         """How far a gradient moves each of the optimiser's parameters; None where that is not known, or upwards."""

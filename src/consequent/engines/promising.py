@@ -43,7 +43,8 @@ class Promise:
         may_wait: bool,
         ranks: Ranks | None,
     ) -> None:
-        value = _unscaled(loss)
+        self._usual_factor = _largest_factor(loss)
+        value = loss.value * torch.where(self._usual_factor < SCALED, self._usual_factor, 1.0)  # without a scaler's
         is_negative = (value < -ROUNDING) & value.isfinite()
         if (may_wait or answers_at_once(value)) and is_negative:
             raise ValueError(
@@ -88,10 +89,10 @@ class Promise:
         by_rate: dict[float, list[Tensor]] = {}
         for parameter in parameters:
             by_rate.setdefault(self._rates[parameter], []).append(parameter)
-        promised, one = torch.zeros_like(self._allowed), torch.ones_like(self._allowed)
+        promised, usual = torch.zeros_like(self._allowed), self._usual_factor
         for rate, its in by_rate.items():
             products = torch.stack([self._product(p).to(promised) for p in its])
-            factors = torch.stack([self._factors.get(p, one).to(promised) for p in its])
+            factors = torch.stack([self._factors.get(p, usual).to(promised) for p in its])
             promised += rate * (products / factors).sum()
         return promised
 
@@ -103,12 +104,11 @@ class Promise:
         return product if self._ranks is None else product / holders_of(parameter, self._ranks.size)
 
 
-def _unscaled(loss: LossNow) -> Tensor:
-    """The loss without a scaler's factor, which its gradients have been rid of."""
+def _largest_factor(loss: LossNow) -> Tensor:
+    """By what gradients were multiplied since their passes: where that is not known of one, too, as by a scaler."""
     if not loss.factors:
-        return loss.value
-    largest = torch.stack([factor.to(loss.value) for factor in loss.factors.values()]).amax()
-    return loss.value * torch.where(largest < SCALED, largest, 1.0)
+        return torch.ones_like(loss.value)
+    return torch.stack([factor.to(loss.value) for factor in loss.factors.values()]).amax()
 
 
 def _product(old: Tensor, new: Tensor) -> Tensor:
