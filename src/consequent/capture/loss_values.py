@@ -20,11 +20,13 @@ class LossNow(NamedTuple):
     Attributes:
         value: of all passes together.
         factors: by what each parameter's gradient was multiplied since its pass: to unscale it, or to clip it. Where
-            some of its elements alone were changed, by what it was on the whole.
+            some of its elements alone were changed, by what it was on the whole; 1 where it is zero.
+        usual_factor: the largest of those that are known of gradients that are not zero, as a scaler's.
     """
 
     value: Tensor
     factors: dict[Tensor, Tensor]
+    usual_factor: Tensor
 
 
 class LossValues:
@@ -102,10 +104,13 @@ class LossValues:
         parameters = list(sizes)
         before = [self._sizes.get(p, size) for p, size in sizes.items()]
         factors: Iterable[Tensor] = ()
+        usual = torch.ones_like(total)
         if parameters:
             ratios = _together(sizes.values(), total) / _together(before, total)
-            factors = torch.where(ratios.isfinite() & (ratios > 0), ratios, 1.0).unbind()
-        return LossNow(total, dict(zip(parameters, factors, strict=True)))
+            are_known = ratios.isfinite() & (ratios > 0)
+            factors = torch.where(are_known, ratios, 1.0).unbind()
+            usual = torch.where(are_known.any(), torch.where(are_known, ratios, 0.0).amax(), 1.0)
+        return LossNow(total, dict(zip(parameters, factors, strict=True)), usual)
 
 
 def _value(loss: Tensor, gradient: Tensor | None) -> Tensor:

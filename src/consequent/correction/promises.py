@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from consequent.capture.loss_values import LossNow
 from consequent.correction.parts import Parts
 from consequent.engines.promising import REMEDY, Promise
 
@@ -45,7 +44,7 @@ class Promises:
         if why or loss is None or rates is None:
             raise RuntimeError(f"promise={most:g} {why}. Or {REMEDY}")
         if exchange is not None:
-            loss = LossNow(exchange.mean(loss.value.to(rewriter.device)), loss.factors)
+            loss = loss._replace(value=exchange.mean(loss.value.to(rewriter.device)))
         ranks = None if exchange is None else exchange.ranks
         corrected = [parameter for layer in rewriter.to_be_rewritten() for parameter in layer]
         return Promise(rates, corrected, loss, most, may_wait=rewriter.looks, ranks=ranks)
@@ -67,8 +66,7 @@ class Promises:
     def keep_of_plain(self) -> None:
         """Nothing is corrected at this step; what there is promises as well, if the loss was seen."""
         if self._parts.rewriter.promise is not None and self._parts.rewriter.exchange is None:
-            loss = self._parts.corrector.loss()
-            if loss is not None:
+            if self._parts.corrector.loss() is not None:
                 self.after(self.before(), ())
             self._parts.corrector.clear()  # a step was taken for all that there was
 

@@ -43,8 +43,9 @@ class Promise:
         may_wait: bool,
         ranks: Ranks | None,
     ) -> None:
-        self._usual_factor = _largest_factor(loss)
-        value = loss.value * torch.where(self._usual_factor < SCALED, self._usual_factor, 1.0)  # without a scaler's
+        value = loss.value
+        if ranks is None:  # of several each may have a part of the gradients alone, and all must see the same
+            value = value * torch.where(loss.usual_factor < SCALED, loss.usual_factor, 1.0)  # without a scaler's
         is_negative = (value < -ROUNDING) & value.isfinite()
         if (may_wait or answers_at_once(value)) and is_negative:
             raise ValueError(
@@ -54,7 +55,7 @@ class Promise:
         grads = {p: local(p.grad) for p in corrected if p.grad is not None}
         self._before = dict(zip(grads, _copies(list(grads.values())), strict=True))
         self._rates = rates
-        self._factors = loss.factors
+        self._factors, self._usual_factor = loss.factors, loss.usual_factor
         self._ranks = ranks
         self._allowed = loss.value.clamp(min=0) * most
         self.is_nothing = False
@@ -102,13 +103,6 @@ class Promise:
         now = local(parameter.grad)
         product = _product(self._before.get(parameter, now), now)
         return product if self._ranks is None else product / holders_of(parameter, self._ranks.size)
-
-
-def _largest_factor(loss: LossNow) -> Tensor:
-    """By what gradients were multiplied since their passes: where that is not known of one, too, as by a scaler."""
-    if not loss.factors:
-        return torch.ones_like(loss.value)
-    return torch.stack([factor.to(loss.value) for factor in loss.factors.values()]).amax()
 
 
 def _product(old: Tensor, new: Tensor) -> Tensor:
