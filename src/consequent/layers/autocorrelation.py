@@ -62,30 +62,28 @@ def operations(window: Window, space: tuple[int, ...], channels: int) -> float:
     return per_pair * (first * prod(2 * k - 1 for k in others) * prod(space) + frame)
 
 
-def patch_moment_by_autocorrelation(images: Tensor, window: Window, *, room: int = 0) -> Tensor:
+def patch_moment_by_autocorrelation(images: Tensor, window: Window) -> Tensor:
     """``[groups, D, D]``: the sum of ``x xᵀ`` over all patches of a convolution with stride 1.
 
     Args:
         images: ``[images, channels, *space]``, without the zeros of the padding.
         window: the convolution.
-        room: so many rows and columns more, at the end, are left for others to fill.
     """
-    pieces = images.split(max(1, PIXELS_AT_ONCE // max(1, prod(images.shape[2:]))))
-    moment = _moment_of(pieces[0], window, room)
-    if len(pieces) > 1:
-        total = moment.double()
-        for piece in pieces[1:]:
-            total += _moment_of(piece, window, room)
-        moment = total.to(images.dtype)
-    return moment
+    at_once = max(1, PIXELS_AT_ONCE // max(1, prod(images.shape[2:])))
+    if images.shape[0] <= at_once:
+        return _moment_of(images, window)
+    total = _moment_of(images[:at_once], window).double()
+    for start in range(at_once, images.shape[0], at_once):
+        total += _moment_of(images[start : start + at_once], window)
+    return total.to(images.dtype)
 
 
-def _moment_of(images: Tensor, window: Window, room: int = 0) -> Tensor:
+def _moment_of(images: Tensor, window: Window) -> Tensor:
     taps, groups = window.kernel_size, window.groups
     channels, dims = images.shape[1] // groups, len(taps)
     size = channels * prod(taps)
-    moment = images.new_empty(groups, size + room, size + room)
-    blocks = moment[:, :size, :size].unflatten(2, (channels, *taps)).unflatten(1, (channels, *taps))
+    moment = images.new_empty(groups, size, size)
+    blocks = moment.unflatten(2, (channels, *taps)).unflatten(1, (channels, *taps))
     _fill_toeplitz(blocks, _autocorrelation(images, window), window)
     for dim, alike in _alike(window, tuple(images.shape[2:])):
         active, step = alike[0].taps, window.dilation[dim]

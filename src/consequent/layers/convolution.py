@@ -1,18 +1,19 @@
 """``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``: the product of the weight with the patches of an image (im2col)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from consequent.engines.gpu.kernels.choice import patch_moment_by_kernel, patch_moments_by_kernel
 from consequent.layers.autocorrelation import Window, operations, patch_moment_by_autocorrelation
-from consequent.layers.operation import Canonical, at_least_float32, fill_ones
-from consequent.layers.patches import pad_sides, patch_moment, patch_rows, patch_sum, positions
-from consequent.layers.windowed import Windowed, each
+from consequent.layers.operation import Operation
+from consequent.layers.patches import pad_sides, patch_moment, patch_rows, patch_sum
+from consequent.layers.windowed import Windowed
+from consequent.maths.precision import at_least_float32
+from consequent.maths.products import with_ones
 
 # Forming a patch costs about as much as this many multiplications per entry.
 COST_OF_COPYING = 64
@@ -22,11 +23,11 @@ _CONVOLVE = (torch.conv1d, torch.conv2d, torch.conv3d)
 
 @dataclass(frozen=True)
 class Convolution(Windowed):
-    """Canonical inputs are ``[images, channels, *space]``, with zeros around them as ``padding`` says, if any.
+    """A convolution.
 
     Attributes:
         padding: before and after the image, in each spatial dimension.
-        padding_mode: what the padding consists of; canonical operations have zeros, the same number on both sides.
+        padding_mode: what the padding consists of. The product itself takes zeros, the same number on both sides.
     """
 
     padding: tuple[tuple[int, int], ...]
@@ -34,94 +35,43 @@ class Convolution(Windowed):
 
     module_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
-    # ---- from a layer ---------------------------------------------------------------------------------------------
-
     @classmethod
-    def of(cls, layer: Any) -> Self:
+    def of(cls, layer: Any) -> "Convolution":
         """The operation that the layer would do now."""
-        shape = tuple(layer.weight.shape)
+        shape = layer.weight.shape
         return cls(
             groups=layer.groups,
             features=prod(shape[1:]),
             outputs=shape[0],
             weight_shape=shape,
-            kernel_size=tuple(layer.kernel_size),
-            stride=tuple(layer.stride),
-            padding=tuple(_sides(layer.padding, layer.kernel_size, layer.dilation)),
-            dilation=tuple(layer.dilation),
+            kernel_size=layer.kernel_size,
+            stride=layer.stride,
+            padding=_sides(layer.padding, layer.kernel_size, layer.dilation),
+            dilation=layer.dilation,
             padding_mode=layer.padding_mode,
-            seen=cls._seen_in(layer),
         )
 
-    @classmethod
-    def _seen_in(cls, layer: Any) -> tuple[Any, ...]:
-        return (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode)
-
-    def canonical(self, inputs: Tensor) -> Canonical | None:
-        """The call with these inputs, with or without a leading dimension of images."""
-        further_dims = inputs.ndim - self.spatial_dims
-        if further_dims not in (1, 2):
-            return None
-        is_batched = further_dims == 2
-        images = inputs if is_batched else inputs.unsqueeze(0)
-        operation = self.canonical_form
-        if operation.padding != self.padding or self.padding_mode != "zeros":
-            images = self._padded(images)
-        if is_batched:
-            return Canonical(operation, images, images.shape[0], None)
-        space = positions(self._space_of(images, operation), self.kernel_size, self.stride, self.dilation)
-        return Canonical(operation, images, 1, (self.outputs, *space))
-
-    @cached_property
-    def canonical_form(self) -> "Convolution":
-        """The same on images that are padded already, if they have to be."""
+    def around(self, inputs: Tensor, product: Callable[[Operation, Tensor], Tensor]) -> Tensor:
+        """Other padding than zeros, and more of it on one side, is put around the images first."""
         if self.padding_mode == "zeros" and all(before == after for before, after in self.padding):
-            return replace(self, seen=())
-        return replace(self, padding=((0, 0),) * self.spatial_dims, padding_mode="zeros", seen=())
-
-    def _padded(self, images: Tensor) -> Tensor:
+            return super().around(inputs, product)
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-        return pad_sides(images, self.padding, mode)
-
-    @staticmethod
-    def _space_of(images: Tensor, operation: "Convolution") -> list[int]:
-        return [size + sum(sides) for size, sides in zip(images.shape[2:], operation.padding, strict=True)]
-
-    def product_called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Canonical | None:
-        """A call of ``F.conv·d``, whatever its settings."""
-        if function is not _CONVOLVE[self.spatial_dims - 1]:
-            return None
-        names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if not isinstance(given.get("input"), Tensor) or given.get("groups", 1) != self.groups:
-            return None
-        dilation = each(given.get("dilation", 1), self.spatial_dims)
-        called = replace(
-            self,
-            stride=each(given.get("stride", 1), self.spatial_dims),
-            padding=tuple(_sides(given.get("padding", 0), self.kernel_size, dilation)),
-            dilation=dilation,
-            padding_mode="zeros",
-        )
-        return called.canonical(given["input"])
-
-    # ---- the product ------------------------------------------------------------------------------------------------
+        unpadded = replace(self, padding=((0, 0),) * self.dims, padding_mode="zeros")
+        if inputs.ndim == self.dims + 1:
+            return unpadded.around(pad_sides(inputs[None], self.padding, mode), product)[0]
+        return unpadded.around(pad_sides(inputs, self.padding, mode), product)
 
     def apply(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``Z``."""
-        convolve = _CONVOLVE[self.spatial_dims - 1]
+        convolve = _CONVOLVE[self.dims - 1]
         return convolve(inputs, weight, bias, self.stride, self._zeros, self.dilation, self.groups)
 
-    @cached_property
+    @property
     def _zeros(self) -> tuple[int, ...]:
         return tuple(before for before, _ in self.padding)
 
-    @cached_property
-    def _geometry(self) -> tuple[Any, ...]:
-        none = (0,) * self.spatial_dims
-        return self.stride, self._zeros, self.dilation, False, none, self.groups
-
-    # ---- as matrices ------------------------------------------------------------------------------------------------
+    def _backward_arguments(self) -> tuple[Any, ...]:
+        return self.stride, self._zeros, self.dilation, False, (0,) * self.dims, self.groups
 
     def input_rows(self, inputs: Tensor) -> Tensor:
         """``[groups, images · positions, channels · taps]``."""
@@ -130,31 +80,22 @@ class Convolution(Windowed):
 
     def second_moment(self, inputs: Tensor, *, ones: bool) -> Tensor:
         """``[groups, D, D]``, or one larger with ``ones``: from the auto-correlation where that is less work."""
-        moment = patch_moment_by_kernel(self, inputs, ones=ones)
-        if moment is not None:
+        if torch.compiler.is_compiling():
+            sides = [side for pair in self.padding for side in pair]
+            moment: Tensor = _moment(inputs, self.weight_shape, self.stride, sides, self.dilation, self.groups, ones)
             return moment
         images, padding = self._without_strides_of_points(at_least_float32(inputs))
         stride = [s if k > 1 else 1 for s, k in zip(self.stride, self.kernel_size, strict=True)]
         window = Window(self.kernel_size, self.dilation, padding, self.groups)
         if _autocorrelation_pays(window, stride, images):
-            moment = patch_moment_by_autocorrelation(images, window, room=int(ones))
+            moment = patch_moment_by_autocorrelation(images, window)
         else:
             padded = pad_sides(images, padding)
-            moment = patch_moment(padded, self.kernel_size, stride, self.dilation, self.groups, room=int(ones))
-        if ones:
-            sums, rows = patch_sum(pad_sides(_sum_of(images), padding)[0], self.kernel_size, stride, self.dilation)
-            fill_ones(moment, sums.view(self.groups, -1), images.shape[0] * rows)
-        return moment
-
-    @property
-    def inputs_per_row(self) -> int:
-        """The pixels from one position of the window to the next."""
-        return self.weight_shape[1] * self.groups * prod(self.stride)
-
-    def second_moments(self, inputs: list[Tensor], *, ones: bool) -> Tensor:
-        """``[layers, groups, D, D]``."""
-        together = patch_moments_by_kernel(self, inputs, ones=ones)
-        return super().second_moments(inputs, ones=ones) if together is None else together
+            moment = patch_moment(padded, self.kernel_size, stride, self.dilation, self.groups)
+        if not ones:
+            return moment
+        sums, rows = patch_sum(pad_sides(_sum_of(images), padding)[0], self.kernel_size, stride, self.dilation)
+        return with_ones(moment, sums.reshape(self.groups, -1), images.shape[0] * rows)
 
     def _without_strides_of_points(self, inputs: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
         """The images and the zeros around them; where the window is a point, only the pixels that it meets."""
@@ -165,29 +106,45 @@ class Convolution(Windowed):
         images = images[(slice(None), slice(None), *(slice(None, None, skip) for skip in skips))]
         return images, ((0, 0),) * len(skips)
 
-    def interference(self, inputs: Tensor, samples: int, *, ones: bool) -> Tensor:
-        """``[samples, samples]``: no patches are formed; a pixel that is seen by m patch entries counts m times."""
-        images = pad_sides(inputs, self.padding)
-        output_size = positions(images.shape[2:], self.kernel_size, self.stride, self.dilation)
-        weighted = images
-        for dim in range(self.spatial_dims):
-            seen = images.new_zeros(images.shape[2 + dim])
-            for tap in range(self.kernel_size[dim]):
-                start = tap * self.dilation[dim]
-                seen[start : start + (output_size[dim] - 1) * self.stride[dim] + 1 : self.stride[dim]] += 1
-            weighted = weighted * seen.view(-1, *[1] * (self.spatial_dims - 1 - dim))
-        correlations = weighted.flatten(1) @ images.flatten(1).T
-        return correlations + prod(output_size) if ones else correlations
+
+@torch.library.custom_op("consequent::patch_moment", mutates_args=())
+def _moment(
+    inputs: Tensor,
+    weight_shape: list[int],
+    stride: list[int],
+    sides: list[int],
+    dilation: list[int],
+    groups: int,
+    ones: bool,
+) -> Tensor:
+    """:meth:`Convolution.second_moment` as one operator, into which ``torch.compile`` does not look."""
+    shape, padding = tuple(weight_shape), tuple(zip(sides[::2], sides[1::2], strict=True))
+    geometry = (shape[2:], tuple(stride), tuple(dilation), padding)
+    return Convolution(groups, prod(shape[1:]), shape[0], shape, *geometry).second_moment(inputs, ones=ones)
 
 
-def _sides(padding: Any, kernel_size: Any, dilation: Any) -> list[tuple[int, int]]:
+@_moment.register_fake
+def _(
+    inputs: Tensor,
+    weight_shape: list[int],
+    stride: list[int],
+    sides: list[int],
+    dilation: list[int],
+    groups: int,
+    ones: bool,
+) -> Tensor:
+    size = prod(weight_shape[1:]) + ones
+    return at_least_float32(inputs.new_empty(groups, size, size))
+
+
+def _sides(padding: Any, kernel_size: Any, dilation: Any) -> tuple[tuple[int, int], ...]:
     """The padding before and after the image, in each dimension."""
     if padding == "same":
         totals = [d * (k - 1) for d, k in zip(dilation, kernel_size, strict=True)]
-        return [(total // 2, total - total // 2) for total in totals]
+        return tuple((total // 2, total - total // 2) for total in totals)
     if padding == "valid":
-        return [(0, 0)] * len(kernel_size)
-    return [(p, p) for p in each(padding, len(kernel_size))]
+        return ((0, 0),) * len(kernel_size)
+    return tuple((p, p) for p in padding)
 
 
 def _autocorrelation_pays(window: Window, stride: list[int], images: Tensor) -> bool:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from consequent.maths.triangular_products import square
+from consequent.maths.products import moment_of_rows
 
 # A patch matrix is up to kernel-size times larger than its image.
 PATCH_ELEMENTS_AT_ONCE = 2**24
@@ -56,34 +56,22 @@ def patch_sum(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Sizes
     return sums, prod(counts)
 
 
-def patch_moment(
-    padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Sizes, groups: int = 1, *, room: int = 0
-) -> Tensor:
-    """``[groups, D, D]``: the sum of ``x xᵀ`` over all patches, which are formed a few images at a time.
-
-    With ``room``, so many rows and columns more, at the end, are left for others to fill.
-    """
+def patch_moment(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Sizes, groups: int = 1) -> Tensor:
+    """``[groups, D, D]``: the sum of ``x xᵀ`` over all patches, which are formed a few images at a time."""
     channels, taps, dims = padded.shape[1] // groups, prod(kernel_size), len(kernel_size)
     view = _patch_view(padded, kernel_size, stride, dilation, groups)
     channels_last = padded.stride(1) == 1 and channels > 1
     # Patches are copied in long runs where the channels of a pixel, which lie together in memory, stay together.
     inner = (*range(3 + dims, 3 + 2 * dims), 2) if channels_last else (2, *range(3 + dims, 3 + 2 * dims))
     ordered = view.permute(1, 0, *range(3, 3 + dims), *inner)
-    per_image = max(1, ordered[:, :1].numel())
-    chunks = ordered.split(max(1, PATCH_ELEMENTS_AT_ONCE // per_image), dim=1)
+    at_once = max(1, PATCH_ELEMENTS_AT_ONCE // max(1, ordered[:, :1].numel()))
     size = channels * taps
-    moment = square(chunks[0].reshape(groups, -1, size))
-    for chunk in chunks[1:]:
-        moment += square(chunk.reshape(groups, -1, size))
-    if not channels_last and not room:
+    moment = padded.new_zeros(groups, size, size)
+    for start in range(0, max(1, padded.shape[0]), at_once):
+        moment = moment + moment_of_rows(ordered[:, start : start + at_once].reshape(groups, -1, size))
+    if not channels_last:
         return moment
-    whole = moment.new_empty(groups, size + room, size + room)
-    if channels_last:
-        blocks = moment.view(groups, taps, channels, taps, channels).permute(0, 2, 1, 4, 3)
-        whole[:, :size, :size].unflatten(2, (channels, taps)).unflatten(1, (channels, taps)).copy_(blocks)
-    else:
-        whole[:, :size, :size] = moment
-    return whole
+    return moment.view(groups, taps, channels, taps, channels).permute(0, 2, 1, 4, 3).reshape(groups, size, size)
 
 
 def _patch_view(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Sizes, groups: int) -> Tensor:

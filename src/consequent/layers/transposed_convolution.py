@@ -13,27 +13,27 @@ convolution, with stride 1, of the image without zeros between its pixels; so th
 of small convolutions (for a 4 × 4 kernel with stride 2: four of 2 × 2 kernels).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 from math import gcd, prod
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from consequent.layers.convolution import Convolution
-from consequent.layers.operation import Canonical, at_least_float32, with_ones
+from consequent.layers.operation import Operation
 from consequent.layers.patches import Sides, Sizes, pad_sides, patch_rows
-from consequent.layers.windowed import Windowed, each
+from consequent.layers.windowed import Windowed
+from consequent.maths.precision import at_least_float32
+from consequent.maths.products import with_ones
 
 _CONVOLVE = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 
 
 @dataclass(frozen=True)
 class TransposedConvolution(Windowed):
-    """Canonical inputs are ``[images, channels, *space]``, without zeros between the pixels.
+    """A transposed convolution of images without zeros between their pixels.
 
     The weight is ``[channels, out_channels / groups, *kernel_size]``. Features are in the order (channel of the group,
     tap), as in the weight.
@@ -65,75 +65,38 @@ class TransposedConvolution(Windowed):
     # ---- from a layer ---------------------------------------------------------------------------------------------
 
     @classmethod
-    def of(cls, layer: Any) -> Self:
+    def of(cls, layer: Any) -> "TransposedConvolution":
         """The operation that the layer would do now."""
-        channels, outputs, *taps = layer.weight.shape
+        channels, outputs, *taps = shape = layer.weight.shape
         return cls(
             groups=layer.groups,
             features=channels // layer.groups * prod(taps),
             outputs=outputs * layer.groups,
-            weight_shape=(channels, outputs, *taps),
-            kernel_size=tuple(layer.kernel_size),
-            stride=tuple(layer.stride),
-            padding=tuple(layer.padding),
-            output_padding=tuple(layer.output_padding),
-            dilation=tuple(layer.dilation),
-            seen=cls._seen_in(layer),
+            weight_shape=shape,
+            kernel_size=layer.kernel_size,
+            stride=layer.stride,
+            padding=layer.padding,
+            output_padding=layer.output_padding,
+            dilation=layer.dilation,
         )
 
     @classmethod
-    def _seen_in(cls, layer: Any) -> tuple[Any, ...]:
-        return (layer.kernel_size, layer.stride, layer.padding, layer.output_padding, layer.dilation, layer.groups)
-
-    def inputs_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The images; None if an ``output_size`` asks for another geometry than the layer's (:meth:`with_output_size`).
-
-        Such a call stays plain.
-        """
+    def of_call(cls, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Operation, Any] | None:
+        """The operation with the ``output_padding`` that makes outputs of the ``output_size`` that is asked for."""
         given = {**dict(zip(("input", "output_size"), args, strict=False)), **kwargs}
-        return given.get("input") if given.get("output_size") is None else None
-
-    def canonical(self, inputs: Tensor, output_size: Sequence[int] | None = None) -> Canonical | None:
-        """The call with these inputs, with or without a leading dimension of images.
-
-        Args:
-            inputs: the layer's.
-            output_size: the second argument of the layer's ``forward``.
-        """
-        if inputs.ndim not in (self.spatial_dims + 1, self.spatial_dims + 2):
-            return None
-        is_batched = inputs.ndim > self.spatial_dims + 1
-        images = inputs if is_batched else inputs.unsqueeze(0)
-        operation = self.canonical_form if output_size is None else self.with_output_size(inputs, output_size)
-        if operation is None:
-            return None
-        space = operation.output_space(images.shape[2:])
-        if any(size <= 0 for size in space):
+        operation, inputs, output_size = cls.of(layer), given.get("input"), given.get("output_size")
+        if output_size is None or inputs is None:
+            return operation, inputs
+        shortest = replace(operation, output_padding=(0,) * operation.dims)
+        sizes, least = list(output_size)[-operation.dims :], shortest.output_space(inputs.shape[-operation.dims :])
+        more = tuple(size - minimum for size, minimum in zip(sizes, least, strict=False))
+        if len(more) < operation.dims or any(not 0 <= m < s for m, s in zip(more, operation.stride, strict=True)):
             return None  # torch has its own words for this
-        samples = images.shape[0] if is_batched else 1
-        return Canonical(operation, images, samples, None if is_batched else (self.outputs, *space))
+        return replace(shortest, output_padding=more), inputs
 
-    def with_output_size(self, inputs: Tensor, output_size: Sequence[int]) -> Self | None:
-        """The same with the ``output_padding`` that makes outputs of this size; None where torch raises.
-
-        Args:
-            inputs: the layer's, of which only the shape is looked at.
-            output_size: of the outputs, with or without what comes before their spatial dimensions.
-        """
-        if len(output_size) not in (self.spatial_dims, inputs.ndim):
-            return None
-        sizes = list(output_size)[-self.spatial_dims :]
-        shortest = replace(self, output_padding=(0,) * self.spatial_dims, seen=())
-        least = shortest.output_space(inputs.shape[-self.spatial_dims :])
-        more = tuple(int(size) - minimum for size, minimum in zip(sizes, least, strict=True))
-        if any(not 0 <= m < s for m, s in zip(more, self.stride, strict=True)):
-            return None
-        return replace(shortest, output_padding=more)
-
-    @cached_property
-    def canonical_form(self) -> Self:
-        """The same, whatever layer it is of."""
-        return replace(self, seen=())
+    def accepts(self, inputs: Tensor) -> bool:
+        """Images, or one image, of which something is left."""
+        return super().accepts(inputs) and all(size > 0 for size in self.output_space(inputs.shape[-self.dims :]))
 
     def output_space(self, space: Sizes) -> list[int]:
         """The size of the outputs in each spatial dimension, for inputs of these sizes."""
@@ -142,33 +105,15 @@ class TransposedConvolution(Windowed):
         )
         return [(size - 1) * s - 2 * pad + d * (k - 1) + more + 1 for size, k, s, pad, more, d in settings]
 
-    def product_called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Canonical | None:
-        """A call of ``F.conv_transpose·d``, whatever its settings."""
-        if function is not _CONVOLVE[self.spatial_dims - 1]:
-            return None
-        names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if not isinstance(given.get("input"), Tensor) or given.get("groups", 1) != self.groups:
-            return None
-        called = replace(
-            self,
-            stride=each(given.get("stride", 1), self.spatial_dims),
-            padding=each(given.get("padding", 0), self.spatial_dims),
-            output_padding=each(given.get("output_padding", 0), self.spatial_dims),
-            dilation=each(given.get("dilation", 1), self.spatial_dims),
-        )
-        return called.canonical(given["input"])
-
     # ---- the product ------------------------------------------------------------------------------------------------
 
     def apply(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``Z``."""
-        convolve = _CONVOLVE[self.spatial_dims - 1]
+        convolve = _CONVOLVE[self.dims - 1]
         geometry = (self.stride, self.padding, self.output_padding, self.groups, self.dilation)
         return convolve(inputs, weight, bias, *geometry)
 
-    @cached_property
-    def _geometry(self) -> tuple[Any, ...]:
+    def _backward_arguments(self) -> tuple[Any, ...]:
         return self.stride, self.padding, self.dilation, True, self.output_padding, self.groups
 
     # ---- as matrices ------------------------------------------------------------------------------------------------
@@ -179,16 +124,16 @@ class TransposedConvolution(Windowed):
         return per_group.transpose(1, 2).flatten(2)
 
     def shaped_like_weight(self, matrix: Tensor) -> Tensor:
-        """``[channels, out_channels / groups, *taps]``, also for some output channels only."""
+        """``[channels, out_channels / groups, *taps]``."""
         per_group: Tensor = matrix.unflatten(-1, (-1, *self.kernel_size))  # [groups, out_channels, channels, *taps]
         return per_group.transpose(1, 2).flatten(0, 1)
 
     def input_rows(self, inputs: Tensor) -> Tensor:
         """``[groups, images · output positions, channels · taps]``."""
         spread = self._spread(inputs)
-        rows = patch_rows(spread, self.kernel_size, (1,) * self.spatial_dims, self.dilation, self.groups)
+        rows = patch_rows(spread, self.kernel_size, (1,) * self.dims, self.dilation, self.groups)
         taps: Tensor = rows.unflatten(-1, (-1, *self.kernel_size))
-        return taps.flip(list(range(3, 3 + self.spatial_dims))).flatten(2)
+        return taps.flip(list(range(3, 3 + self.dims))).flatten(2)
 
     def _spread(self, inputs: Tensor) -> Tensor:
         """The pixels with s − 1 zeros between them and zeros around, so that every output position is a patch."""
@@ -213,7 +158,7 @@ class TransposedConvolution(Windowed):
         moment = images.new_zeros(self.groups, channels, *self.kernel_size, channels, *self.kernel_size)
         sums = images.new_zeros(self.groups, channels, *self.kernel_size)
         known: dict[tuple[tuple[int, int, int], ...], Tensor] = {}
-        for together in product(*map(self._together, range(self.spatial_dims), inputs.shape[2:])):
+        for together in product(*map(self._taps_that_meet, range(self.dims), inputs.shape[2:])):
             shape = tuple((taps.number, taps.before, taps.after) for taps in together)
             if shape not in known:
                 known[shape] = self._moment_of(inputs, together, ones=ones)
@@ -222,11 +167,11 @@ class TransposedConvolution(Windowed):
             chosen = (slice(None), *(slice(taps.first, None, taps.apart) for taps in together))
             features = channels * prod(counts)
             blocks = part[:, :features, :features].unflatten(2, (channels, *counts)).unflatten(1, (channels, *counts))
-            turned = [*range(2, 2 + self.spatial_dims), *range(3 + self.spatial_dims, 3 + 2 * self.spatial_dims)]
+            turned = [*range(2, 2 + self.dims), *range(3 + self.dims, 3 + 2 * self.dims)]
             moment[(slice(None), *chosen, *chosen)] = blocks.flip(turned)  # the last tap meets the first pixel
             if ones:
                 last = part[:, :features, features].unflatten(1, (channels, *counts))
-                sums[(slice(None), *chosen)] = last.flip(turned[: self.spatial_dims])
+                sums[(slice(None), *chosen)] = last.flip(turned[: self.dims])
         matrix = moment.view(self.groups, size, size)
         rows = images.shape[0] * prod(self.output_space(images.shape[2:]))
         return with_ones(matrix, sums.view(self.groups, size), rows) if ones else matrix
@@ -243,18 +188,18 @@ class TransposedConvolution(Windowed):
             outputs=self.outputs,
             weight_shape=(self.outputs, channels, *kernel_size),
             kernel_size=kernel_size,
-            stride=(1,) * self.spatial_dims,
+            stride=(1,) * self.dims,
             padding=tuple((zero, zero) for zero in zeros),
             dilation=tuple(taps.dilation for taps in together),
         )
         return convolution.second_moment(_fitted(inputs, rest), ones=ones)
 
-    def _together(self, dim: int, size: int) -> list["_Taps"]:
+    def _taps_that_meet(self, dim: int, size: int) -> list["_Taps"]:
         """The taps of a dimension, in sets that meet pixels at the same output positions."""
         s, d, k, pad = self.stride[dim], self.dilation[dim], self.kernel_size[dim], self.padding[dim]
         apart = s // gcd(s, d)
         dilation = d // gcd(s, d)
-        output_size = self.output_space([size] * self.spatial_dims)[dim]
+        output_size = self.output_space([size] * self.dims)[dim]
         sets = []
         for first in range(min(k, apart)):
             number = len(range(first, k, apart))
@@ -266,24 +211,6 @@ class TransposedConvolution(Windowed):
             if positions:
                 sets.append(_Taps(first, apart, number, dilation, before, after))
         return sets
-
-    @property
-    def inputs_per_row(self) -> int:
-        """There are more output positions than pixels, by the strides."""
-        return max(1, self.weight_shape[0] // prod(self.stride))
-
-    def interference(self, inputs: Tensor, samples: int, *, ones: bool) -> Tensor:
-        """``[samples, samples]``: no rows are formed; a pixel that is met by m taps counts m times."""
-        output_size = self.output_space(inputs.shape[2:])
-        weighted = inputs
-        for dim, (size, outputs) in enumerate(zip(inputs.shape[2:], output_size, strict=True)):
-            pixels = torch.arange(size, device=inputs.device) * self.stride[dim] - self.padding[dim]
-            taps = torch.arange(self.kernel_size[dim], device=inputs.device) * self.dilation[dim]
-            place = pixels[:, None] + taps
-            seen = ((place >= 0) & (place < outputs)).sum(1).to(inputs.dtype)
-            weighted = weighted * seen.view(-1, *[1] * (self.spatial_dims - 1 - dim))
-        correlations = weighted.flatten(1) @ inputs.flatten(1).T
-        return correlations + prod(output_size) if ones else correlations
 
 
 class _Taps(NamedTuple):

@@ -1,1 +1,1 @@
-"""The mathematics: pure functions on matrices, which know nothing of layers, backward passes or streams."""
+"""The mathematics: pure functions of matrices. Rows are samples; nothing here knows of layers or backward passes."""

@@ -4,18 +4,17 @@ All layers move at once, and each is corrected as if it moved alone: at too high
 So the change that a step makes to a layer's outputs on its own mini-batch is held below a fraction β of the size of its
 inputs, number for number (root mean squares):
 
-    ``μ √(⟨U, G⟩ / O) ≤ β √(trace(XXᵀ) / D)``
+    ``μ ‖G X‖ / √(rows · outputs) ≤ β ‖X‖ / √(rows · columns)``
 
-``⟨U, G⟩ = ‖U X‖² + λ‖U‖²`` is the size of the change, and nearly free: U is the new gradient, G the old one. Tables of
-embeddings, each of whose rows is looked up by few samples, are not bounded.
+G is the gradient that the step is about to apply. It is known only at the step, after unscaling and clipping; how much
+a gradient of this direction changes the outputs is known in the backward pass, and does not depend on its length:
+:func:`relative_change`. So the bound is the product of the two, and needs no pass of its own.
 
 The learning rate counts in this only where the step is proportional to the gradient: SGD with its momentum m, of which
 ``μ / (1 − m)`` is the length in the long run. Adam and its like make steps of their own length, whatever the gradient.
 """
 
-import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,48 +22,40 @@ from torch import Tensor
 DEFAULT = 0.2  # β, chosen by benchmarks/defaults
 
 
-class Change(NamedTuple):
-    """What the bound asks of a new gradient.
-
-    Attributes:
-        energy: ``⟨U, G⟩``, of all groups together.
-        trace: of ``XXᵀ``, likewise.
-        outputs_per_column: O, divided by D times the groups.
-    """
-
-    energy: float | Tensor
-    trace: float | Tensor
-    outputs_per_column: float
-
-    def is_within(self, limit: float) -> bool:
-        """Whether it need not be shortened. Looks at the numbers."""
-        return not float(self.energy) > limit**2 * float(self.trace) * self.outputs_per_column
-
-
-def shortening(change: Change, limit: float) -> float:
-    """What the new gradient is multiplied by: 1 unless it would change the outputs too much. Looks at the numbers.
+def relative_change(energy: Tensor, size: Tensor, trace: Tensor, columns: int, outputs: int) -> Tensor:
+    """The squared change of the outputs by a gradient of length 1, relative to the inputs; 0 for a gradient of zeros.
 
     Args:
-        change: of one layer.
-        limit: ``β / μ``, μ with the loss's divisor in it.
+        energy: ``⟨U, G⟩``, the squared change by the gradient as it is.
+        size: its squared length.
+        trace: of ``XXᵀ``.
+        columns: of X, of each group.
+        outputs: of each group.
     """
-    energy = float(change.energy)
-    allowed = limit**2 * float(change.trace) * change.outputs_per_column
-    return math.sqrt(allowed / energy) if energy > allowed else 1.0
+    return (
+        torch.where(size > 0, energy / size, 0) / trace.clamp(min=torch.finfo(trace.dtype).tiny) * (columns / outputs)
+    )
 
 
-def shortenings_on_device(changes: Sequence[Change], limits: Sequence[float]) -> Tensor:
-    """The same for several layers, all on one device that is not waited for: ``[layers]``."""
-    energies, allowed = [], []
-    for (energy, trace, outputs_per_column), limit in zip(changes, limits, strict=True):
-        assert isinstance(energy, Tensor)
-        assert isinstance(trace, Tensor)
-        energies.append(energy.float())
-        allowed.append(trace.float() * (limit**2 * outputs_per_column))  # a tensor of these numbers would be waited for
-    return shortenings_of(torch.stack(energies), torch.stack(allowed))
+def shortening(limit: float, squared_change: Tensor) -> Tensor:
+    """What gradients are multiplied by: 1 unless their step would change the outputs too much.
+
+    Args:
+        limit: β.
+        squared_change: of the outputs by the step, relative to the inputs: ``(μ ‖G‖)²`` times the
+            :func:`relative_change`.
+    """
+    return (limit / squared_change.clamp(min=0).sqrt()).nan_to_num(nan=1, posinf=1).clamp(max=1)
 
 
-def shortenings_of(energies: Tensor, allowed: Tensor) -> Tensor:
-    """What gradients of these energies are multiplied by, where so much is allowed: ``[layers]``."""
-    ratios = allowed / energies
-    return torch.where(ratios < 1, ratios.sqrt(), 1)
+def rate_in_the_long_run(group: dict[str, Any]) -> Any:
+    """How far a gradient moves a parameter in all, for a parameter group of SGD; 0 where that has no end.
+
+    Example:
+        >>> round(rate_in_the_long_run({"lr": 0.01, "momentum": 0.9, "dampening": 0}), 6)
+        0.1
+    """
+    momentum, rate = float(group["momentum"]), abs(group["lr"])
+    if momentum == 0:
+        return rate
+    return rate * (1 - float(group["dampening"])) / (1 - momentum) if 0 < momentum < 1 else 0.0

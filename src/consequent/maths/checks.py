@@ -27,9 +27,3 @@ def check_positive(name: str, value: float, remedy: str) -> None:
 def _check_number(name: str, value: float, remedy: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}; {remedy}")
-
-
-def check_damping(damping: float, name: str = "damping", where: str = "") -> None:
-    """Raise unless λ is a finite number ≥ 0."""
-    usual = "0.01 to 1 are usual" if name == "relative_damping" else "the paper uses 0.001 to 0.03"
-    check_nonnegative(name + where, damping, usual)

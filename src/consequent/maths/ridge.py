@@ -11,34 +11,96 @@ which the push-through identity writes in two ways. Here rows are samples, so ``
 ====================  ====================================  =====================================================
 side                  what is solved                        when
 ====================  ====================================  =====================================================
-samples (N × N)       ``(X Xᵀ + λI) A = ΔZ``, then ``Aᵀ X``  fewer samples than features: dense layers
-features (D × D)      ``U (Xᵀ X + λI) = ΔZᵀ X``              more samples than features: convolutions, sequences
+samples (N × N)       ``(X Xᵀ + λI) A = ΔZ``, then ``Aᵀ X``  no more rows than columns: most dense layers
+features (D × D)      ``U (Xᵀ X + λI) = ΔZᵀ X``              more rows than columns: convolutions, sequences
 ====================  ====================================  =====================================================
 
-Everything in this file is a pure function on matrices; layers are brought to this form elsewhere.
+A bias is the weight of a constant input 1, a further column of X.
 """
 
-import math
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from consequent.maths.checks import check_damping
-from consequent.maths.precision import in_full_precision
-from consequent.maths.rounding import FEW_DIGITS, LEAST_PIVOT, MORE_DAMPING
-from consequent.reports.errors import LinAlgError
-
-__all__ = ["Side", "consequential_gradient"]
+from consequent.maths.bound import relative_change
+from consequent.maths.checks import check_nonnegative
+from consequent.maths.damping import Damping
+from consequent.maths.factorisation import damped_solve
 
 Side = Literal["auto", "samples", "features"]
 
-# Up to this size a product with the inverse takes less time than two triangular solves for as many columns or more, and
-# is as accurate.
-_SMALL = 128
+
+class Update(NamedTuple):
+    """A weight gradient that foresees, ``U = ΔZ (XᵀX + λI)⁻¹ Xᵀ``.
+
+    Attributes:
+        weight: ``[groups, out_features, features]``.
+        bias: ``[groups, out_features]``; None without one.
+        change: how much it changes the outputs (:func:`consequent.maths.bound.relative_change`); None if not asked for.
+        failed: how many factorisations failed.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    change: Tensor | None
+    failed: int | Tensor
 
 
-@in_full_precision
+def update_from_samples(
+    inputs: Tensor, output_grads: Tensor, damping: Damping, *, ones: bool, measured: bool = False
+) -> Update:
+    """The formula with the Gram matrix of samples: ``A = (XXᵀ + λI)⁻¹ ΔZ``, then ``U = Aᵀ X``.
+
+    Args:
+        inputs: X, ``[groups, rows, features]``.
+        output_grads: ΔZ, ``[groups, rows, out_features]``.
+        damping: λ.
+        ones: whether every row has a further entry 1, for the bias.
+        measured: whether the change is asked for.
+    """
+    rows, columns = inputs.shape[1], inputs.shape[2] + ones
+    gram = inputs @ inputs.mT
+    if ones:
+        gram = gram + 1
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    level = damping.level(trace, rows, columns)
+    coefficients, failed = damped_solve(gram, output_grads, level, is_large=damping.is_large(rows, columns, gram.dtype))
+    change = None
+    if measured:
+        kept = output_grads - level[:, None, None] * coefficients  # XXᵀ A
+        energy, size = (kept * output_grads).sum(), (kept * coefficients).sum()
+        change = relative_change(energy, size, trace.sum(), columns, output_grads.shape[-1])
+    return Update(coefficients.mT @ inputs, coefficients.sum(-2) if ones else None, change, failed)
+
+
+def update_from_moment(
+    moment: Tensor, gradient: Tensor, damping: Damping, rows: int, *, ones: bool, measured: bool = False
+) -> Update:
+    """The formula with the second moment of features: ``U = G (XXᵀ + λI)⁻¹``.
+
+    Args:
+        moment: ``XXᵀ`` summed over rows, ``[groups, columns, columns]``; with ``ones`` the last column is the bias's.
+        gradient: G, the plain gradient, ``[groups, out_features, columns]``.
+        damping: λ.
+        rows: N.
+        ones: whether there is a bias.
+        measured: whether the change is asked for.
+    """
+    columns = moment.shape[-1]
+    trace = moment.diagonal(dim1=-2, dim2=-1).sum(-1)
+    level = damping.level(trace, rows, columns)
+    is_large = damping.is_large(rows, columns, moment.dtype)
+    solution, failed = damped_solve(moment, gradient.mT, level, is_large=is_large)
+    update, change = solution.mT, None
+    if measured:
+        energy, size = (update * gradient).sum(), update.square().sum()
+        change = relative_change(energy, size, trace.sum(), columns, gradient.shape[1])
+    weight, bias = (update[..., :-1], update[..., -1]) if ones else (update, None)
+    return Update(weight, bias, change, failed)
+
+
 def consequential_gradient(
     inputs: Tensor,  # Xᵀ in the paper, one row per sample
     output_grads: Tensor,  # ΔZᵀ in the paper
@@ -86,13 +148,13 @@ def consequential_gradient(
         update: Tensor = torch.linalg.pinv(inputs) @ output_grads
         return update.mT
     if side == "auto":
-        side = "samples" if inputs.shape[-2] < inputs.shape[-1] else "features"
+        side = "samples" if inputs.shape[-2] <= inputs.shape[-1] else "features"
     try:
-        return solve_on(side, inputs, output_grads, damping)
+        return _solve_on(side, inputs, output_grads, damping)
     except LinAlgError:
         pass
     try:
-        return solve_on(side, inputs.double(), output_grads.double(), damping).to(dtype)
+        return _solve_on(side, inputs.double(), output_grads.double(), damping).to(dtype)
     except LinAlgError as error:
         size = inputs.shape[-2 if side == "samples" else -1]
         raise LinAlgError(
@@ -102,144 +164,13 @@ def consequential_gradient(
         ) from error
 
 
-def solve_on(side: str, inputs: Tensor, output_grads: Tensor, damping: float | Tensor) -> Tensor:
+def _solve_on(side: str, inputs: Tensor, output_grads: Tensor, damping: float) -> Tensor:
     """The formula on one side, differentiable; raises if the factorisation fails."""
+    gram = inputs @ inputs.mT if side == "samples" else inputs.mT @ inputs
+    factor = torch.linalg.cholesky(gram + damping * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device))
     if side == "samples":
-        factor = torch.linalg.cholesky(add_to_diagonal(inputs @ inputs.mT, damping))
         return torch.cholesky_solve(output_grads, factor).mT @ inputs
-    factor = torch.linalg.cholesky(add_to_diagonal(inputs.mT @ inputs, damping))
     return torch.cholesky_solve(inputs.mT @ output_grads, factor).mT
-
-
-class Solved(NamedTuple):
-    """What :func:`damped_solve_or_fall_back` found."""
-
-    solution: Tensor
-    rescued: int = 0  # that failed, and were repeated in float64
-    fallen_back: int = 0  # that failed there too
-
-
-def damped_solve_or_fall_back(matrix: Tensor, right: Tensor, damping: float | Tensor) -> Solved:
-    """``(matrix + λI)⁻¹ right`` by Cholesky, for use inside a training step: never raises, but looks at the outcome.
-
-    A matrix that cannot be factorised is repeated in float64 (see :func:`_solve_beyond_rounding`); one whose pivots are
-    rounding errors, of the right sign, gets more damping. If the former fails as well the answer is
-    ``right / (λ + trace)``: the plain gradient, shortened until it cannot overshoot. All eigenvalues of
-    ``matrix / (λ + trace)`` are below 1, so such a step moves every output toward its target and not past it, at the
-    learning rates the method uses, where the unscaled plain gradient would diverge. On a GPU in full flight
-    :mod:`consequent.engines.inverse_factor` does the same, with more damping for the retry.
-
-    Args:
-        matrix: ``[..., m, m]``, symmetric positive semi-definite.
-        right: ``[..., m, k]``.
-        damping: λ, a number or a tensor that broadcasts with ``[..., 1, 1]``.
-    """
-    damped = add_to_diagonal(matrix, damping)
-    diagonal = damped.diagonal(dim1=-2, dim2=-1)
-    factor, info = torch.linalg.cholesky_ex(damped)
-    is_rounding = (info == 0) & ~has_pivots(factor, diagonal)
-    if is_rounding.any():
-        chosen = torch.where(is_rounding[..., None, None], more_damped(damped, diagonal), damped)
-        factor, info = torch.linalg.cholesky_ex(chosen)
-    failed = info > 0
-    solution = torch.cholesky_solve(right, factor)
-    if not failed.any():
-        return Solved(solution, rescued=int(is_rounding.sum()))
-    try:
-        return Solved(_solve_beyond_rounding(matrix, right, damping), rescued=int(failed.sum()))
-    except LinAlgError:
-        shortened = right / (_trace(matrix) + damping)
-        return Solved(torch.where(failed[..., None, None], shortened, solution), fallen_back=int(failed.sum()))
-
-
-def quick_solve(matrix: Tensor, right: Tensor, damping: float | Tensor, *, with_digits: bool) -> Tensor | None:
-    """``(matrix + λI)⁻¹ right`` where nothing is wrong, with few calls; None where anything is, or may be.
-
-    The matrix is overwritten. Looks at the outcome: not for a busy GPU.
-
-    Args:
-        matrix: as in :func:`damped_solve_or_fall_back`.
-        right: as there.
-        damping: as there.
-        with_digits: whether a result that has lost nearly all of them counts as wrong: where another way has more.
-    """
-    factor = quick_cholesky(matrix, damping, with_digits=with_digits)
-    if factor is None:
-        return None
-    size = matrix.shape[-1]
-    if size <= _SMALL and size < right.shape[-1]:
-        return torch.cholesky_inverse(factor) @ right
-    # From the right, which LAPACK does in two thirds of the time.
-    half = torch.linalg.solve_triangular(factor.mT, right.mT, upper=True, left=False)
-    solution: Tensor = torch.linalg.solve_triangular(factor, half, upper=False, left=False)
-    return solution.mT
-
-
-def quick_cholesky(matrix: Tensor, damping: float | Tensor, *, with_digits: bool) -> Tensor | None:
-    """The Cholesky factor for :func:`quick_solve`; None where anything is wrong, or may be."""
-    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-    diagonal.add_(damping[..., 0] if isinstance(damping, Tensor) else damping)
-    factor: Tensor
-    factor, info = torch.linalg.cholesky_ex(matrix)
-    if matrix.shape[-1] == 0 or any(info.tolist()):
-        return None
-    is_good = keeps_digits(matrix, factor) if with_digits else has_pivots(factor, diagonal)
-    return factor if all(is_good.tolist()) else None
-
-
-def has_pivots(factor: Tensor, diagonal: Tensor) -> Tensor:
-    """Whether all pivots are more than rounding errors. Infinity, which Cholesky takes for a good one, is none.
-
-    Args:
-        factor: of Cholesky.
-        diagonal: of the matrix.
-    """
-    pivots = factor.diagonal(dim1=-2, dim2=-1).square()
-    least = LEAST_PIVOT * torch.finfo(factor.dtype).eps * diagonal
-    return ((pivots >= least) & (pivots < math.inf)).all(-1)
-
-
-def more_damped(damped: Tensor, diagonal: Tensor) -> Tensor:
-    """With so much more of this diagonal added that rounding errors make no pivots."""
-    more = damped.clone()
-    more.diagonal(dim1=-2, dim2=-1).add_(
-        diagonal, alpha=MORE_DAMPING * damped.shape[-1] * torch.finfo(damped.dtype).eps
-    )
-    return more
-
-
-def keeps_digits(damped: Tensor, factor: Tensor) -> Tensor:
-    """Whether a factorisation left about three digits or more: no pivot is near the rounding of the largest entry.
-
-    Infinity, which Cholesky takes for a good pivot, leaves none: the quotient is NaN, and not above anything.
-    """
-    smallest_pivot = factor.diagonal(dim1=-2, dim2=-1).amin(-1).square()
-    largest = damped.diagonal(dim1=-2, dim2=-1).amax(-1)
-    return smallest_pivot / largest >= FEW_DIGITS * torch.finfo(damped.dtype).eps
-
-
-def _solve_beyond_rounding(matrix: Tensor, right: Tensor, damping: float | Tensor) -> Tensor:
-    """The answer for a matrix with negative eigenvalues, which only rounding can have made, in float64.
-
-    The eigenvalues of dependent inputs are rounding errors of either sign. They are taken as zero, and a damping below
-    their size, which would mean nothing, is raised to it.
-    """
-    eigenvalues, vectors = torch.linalg.eigh(matrix.double())
-    rounding = (-eigenvalues[..., :1]).clamp(min=0).unsqueeze(-1)
-    levels = eigenvalues.clamp(min=0).unsqueeze(-1) + rounding + damping
-    solution: Tensor = vectors @ ((vectors.mT @ right.double()) / levels)
-    return solution.to(right.dtype)
-
-
-def _trace(matrix: Tensor) -> Tensor:
-    return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-
-
-def add_to_diagonal(matrix: Tensor, damping: float | Tensor) -> Tensor:
-    """``matrix + λI``; λ is a number or broadcasts with ``[..., 1, 1]``."""
-    damped = matrix.clone()
-    damped.diagonal(dim1=-2, dim2=-1).add_(damping[..., 0] if isinstance(damping, Tensor) else damping)
-    return damped
 
 
 def _check_arguments(inputs: Tensor, output_grads: Tensor, damping: float, side: str) -> None:
@@ -262,4 +193,4 @@ def _check_arguments(inputs: Tensor, output_grads: Tensor, damping: float, side:
         )
     if side not in ("auto", "samples", "features"):
         raise ValueError(f'side must be "auto", "samples" or "features", got {side!r}')
-    check_damping(damping)
+    check_nonnegative("damping", damping, "the paper uses 0.001 to 0.03")

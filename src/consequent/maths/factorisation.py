@@ -1,0 +1,91 @@
+"""Solving with ``matrix + λI`` by Cholesky, and what happens where that fails.
+
+Inputs that depend on each other leave pivots that are nothing but rounding errors, if λ is below these. Then the
+matrix is solved by its eigenvalues in float64, without those that rounding explains: in exact arithmetic nothing would
+come out of them. Where the host must not look (a GPU, compiled code), the answer is ``right / (trace + λ)`` instead:
+the plain gradient, so short that no output can overshoot.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from consequent.maths.precision import may_sync
+
+# A pivot below so many roundings of its own diagonal entry may be a fraction of the true one.
+LEAST_PIVOT = 128
+
+# Up to this size a product with the inverse is faster than two triangular solves for more right-hand sides.
+SMALL = 128
+
+
+class Solved(NamedTuple):
+    """A solution, and how many of the factorisations failed: a number, or a tensor where the host did not look."""
+
+    solution: Tensor
+    failed: int | Tensor
+
+
+def damped_solve(matrix: Tensor, right: Tensor, damping: Tensor, *, is_large: bool = False) -> Solved:
+    """``(matrix + λI)⁻¹ right``.
+
+    Args:
+        matrix: ``[groups, n, n]``, symmetric, positive semi-definite up to rounding.
+        right: ``[groups, n, k]``.
+        damping: λ, ``[groups]``.
+        is_large: whether λ is known to be above all rounding, so that pivots need not be looked at.
+    """
+    factor, is_sound = _factor(matrix, damping, is_large)
+    if may_sync(matrix) and not bool(is_sound.all()):
+        return Solved(_solve_by_eigenvalues(matrix, right, damping), int((~is_sound).sum()))
+    if matrix.shape[-1] <= min(SMALL, right.shape[-1] - 1):
+        solution = torch.cholesky_inverse(factor) @ right
+    else:
+        solution = torch.cholesky_solve(right, factor)
+    if may_sync(matrix):
+        return Solved(solution, 0)
+    return Solved(torch.where(_wide(is_sound), solution, right / _wide(_trace(matrix) + damping)), (~is_sound).sum())
+
+
+def damped_inverse(matrix: Tensor, damping: Tensor, *, is_large: bool = False) -> Solved:
+    """``(matrix + λI)⁻¹``; the arguments are those of :func:`damped_solve`."""
+    factor, is_sound = _factor(matrix, damping, is_large)
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    if may_sync(matrix):
+        if not bool(is_sound.all()):
+            return Solved(_solve_by_eigenvalues(matrix, eye.expand_as(matrix), damping), int((~is_sound).sum()))
+        return Solved(torch.cholesky_inverse(factor), 0)
+    shortened = eye / _wide(_trace(matrix) + damping)
+    return Solved(torch.where(_wide(is_sound), torch.cholesky_inverse(factor), shortened), (~is_sound).sum())
+
+
+def _factor(matrix: Tensor, damping: Tensor, is_large: bool) -> tuple[Tensor, Tensor]:
+    """The Cholesky factor, and for each group whether all of its pivots are more than rounding errors."""
+    damped = matrix.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
+    factor, info = torch.linalg.cholesky_ex(damped)
+    if is_large:
+        return factor, info == 0
+    pivots = factor.diagonal(dim1=-2, dim2=-1).square()
+    least = LEAST_PIVOT * torch.finfo(matrix.dtype).eps * damped.diagonal(dim1=-2, dim2=-1)
+    return factor, (info == 0) & (pivots >= least).all(-1) & (pivots < torch.inf).all(-1)
+
+
+def _solve_by_eigenvalues(matrix: Tensor, right: Tensor, damping: Tensor) -> Tensor:
+    """The same in float64, without the eigenvalues that rounding explains; NaN where the matrix is not finite."""
+    is_finite = matrix.isfinite().all(-1).all(-1)
+    values, vectors = torch.linalg.eigh(torch.where(_wide(is_finite), matrix, 0).double())
+    rounding = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * values.amax(-1, keepdim=True)
+    inverse = torch.where(values > rounding, 1 / (values + damping[:, None].double()), 0)
+    solution = vectors @ (inverse[..., None] * (vectors.mT @ right.double()))
+    return torch.where(_wide(is_finite), solution.to(right.dtype), torch.nan)
+
+
+def _trace(matrix: Tensor) -> Tensor:
+    return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def _wide(of_groups: Tensor) -> Tensor:
+    """``[groups]`` as ``[groups, 1, 1]``."""
+    return of_groups[:, None, None]

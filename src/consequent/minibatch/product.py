@@ -1,0 +1,142 @@
+"""``Z = W X`` as an autograd function whose backward pass hands on the corrected gradient: the paper's Algorithm 3.
+
+The function is pure. So whatever autograd and its users do with gradients (accumulation, checkpointing, scaling,
+clipping, DDP, compilation) they do with this one as well. What else there is to tell of a pass leaves it as the
+gradient of a further input, the probe.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from consequent.layers import Operation
+from consequent.maths.damping import Damping
+from consequent.maths.precision import at_least_float32
+from consequent.maths.ridge import Update, update_from_moment, update_from_samples
+from consequent.warning import ConsequentWarning
+
+# What the probe's gradient tells: passes, how much they change the outputs (maths.bound), failed factorisations.
+PASSES, CHANGE, FAILED = range(3)
+
+
+class Calls:
+    """The calls of a weight in one forward pass; how many they are is known when the pass is over."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.number = 0
+
+
+class Product(torch.autograd.Function):
+    """``Z = W X`` (plus the bias), whose backward pass hands on ``c ΔZ (XᵀX + λI)⁻¹ Xᵀ`` as the gradient of W."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        probe: Tensor,
+        operation: Operation,
+        damping: Damping,
+        divisor: float,
+        calls: Calls | None,
+        measured: bool,
+    ) -> Tensor:
+        """Compute the outputs.
+
+        Args:
+            ctx: autograd's.
+            inputs: X, in the form that the operation takes.
+            weight: W.
+            bias: of the layer, if it has one.
+            probe: a leaf, whose gradient tells of the pass.
+            operation: how they are multiplied.
+            damping: λ.
+            divisor: c, what the loss is divided by.
+            calls: of this weight in this forward pass, by which the correction is divided; None: it is already.
+            measured: whether the probe is to tell how much a pass changes the outputs.
+        """
+        ctx.save_for_backward(inputs, weight if ctx.needs_input_grad[0] else None)
+        ctx.operation, ctx.damping, ctx.divisor, ctx.calls = operation, damping, divisor, calls
+        ctx.dtype, ctx.ones, ctx.measured, ctx.is_differentiated = (
+            weight.dtype,
+            ctx.needs_input_grad[2],
+            measured,
+            False,
+        )
+        return operation.apply(inputs, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, output_grad: Tensor) -> Any:
+        """Compute the gradients: that of the inputs as ever, those of weight and bias corrected."""
+        device = output_grad.device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return _gradients(ctx, output_grad)
+        return _gradients(ctx, output_grad)
+
+
+def _gradients(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
+    inputs, weight = ctx.saved_tensors
+    operation = ctx.operation
+    input_grad = weight_grad = bias_grad = probe_grad = None
+    if weight is not None:
+        input_grad = operation.input_gradient(output_grad, weight.to(output_grad.dtype), inputs)
+    if ctx.is_differentiated or torch.is_grad_enabled():  # create_graph=True, or was so in an earlier pass
+        _tell_of_differentiation(ctx)
+        weight_grad = operation.weight_gradient(inputs, output_grad).to(ctx.dtype)
+        bias_grad = operation.bias_gradient(output_grad).to(ctx.dtype) if ctx.ones else None
+    elif ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:  # otherwise the pass goes elsewhere
+        update = corrected_update(operation, inputs, output_grad, ctx.damping, ones=ctx.ones, measured=ctx.measured)
+        scale = ctx.divisor if ctx.calls is None else ctx.divisor / ctx.calls.number
+        weight_grad = operation.shaped_like_weight(update.weight * scale).to(ctx.dtype)
+        bias_grad = None if update.bias is None else (update.bias * scale).flatten().to(ctx.dtype)
+        probe_grad = _told(update)
+    return input_grad, weight_grad, bias_grad, probe_grad, None, None, None, None, None
+
+
+def corrected_update(
+    operation: Operation, inputs: Tensor, output_grad: Tensor, damping: Damping, *, ones: bool, measured: bool = False
+) -> Update:
+    """``ΔZ (XᵀX + λI)⁻¹ Xᵀ``, by the smaller of the two systems.
+
+    Args:
+        operation: the product.
+        inputs: X, in the form that it takes.
+        output_grad: ΔZ, likewise.
+        damping: λ.
+        ones: whether a bias is trained.
+        measured: whether the change that it makes is asked for.
+    """
+    rows, options = operation.rows(output_grad), {"ones": ones, "measured": measured}
+    output_grad = at_least_float32(output_grad)
+    if 0 < rows <= operation.features + ones:
+        X, dZ = operation.input_rows(inputs), operation.output_rows(output_grad)
+        return update_from_samples(at_least_float32(X), dZ, damping, **options)
+    plain = operation.weight_matrix(operation.weight_gradient(at_least_float32(inputs), output_grad))
+    if ones:
+        plain = torch.cat([plain, operation.bias_gradient(output_grad).view(operation.groups, -1, 1)], dim=-1)
+    return update_from_moment(operation.second_moment(inputs, ones=ones), plain, damping, rows, **options)
+
+
+def _told(update: Update) -> Tensor | None:
+    """What the probe's gradient tells of one pass; None if there is nothing to tell."""
+    if update.change is None and update.failed == 0:
+        return None
+    change = torch.zeros((), device=update.weight.device) if update.change is None else update.change.float()
+    failed = torch.as_tensor(update.failed, dtype=change.dtype, device=change.device)
+    return torch.stack((torch.ones_like(change), change, failed))
+
+
+def _tell_of_differentiation(ctx: Any) -> None:
+    if not ctx.is_differentiated and ctx.calls is not None:
+        warnings.warn(
+            "gradients are differentiated (create_graph=True): the layers they went through keep their plain gradient "
+            "in that graph, since the correction is not differentiated",
+            ConsequentWarning,
+            stacklevel=2,
+        )
+    ctx.is_differentiated = True

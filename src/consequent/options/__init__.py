@@ -1,1 +1,0 @@
-"""What users choose: settings, layers, parameter groups; all of it checked."""

@@ -1,1 +1,0 @@
-"""What users are told: errors, warnings, counters, listings."""

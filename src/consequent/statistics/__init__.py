@@ -1,1 +1,0 @@
-"""What is kept of a weight's inputs until they are solved with."""

@@ -1,1 +1,0 @@
-"""``at="backward"``: after ``backward()`` the consequentialist gradient of that very pass is in ``.grad``."""
