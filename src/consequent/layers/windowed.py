@@ -69,5 +69,5 @@ class Windowed(Operation):
 
     def output_rows(self, outputs: Tensor) -> Tensor:
         """``[groups, images · positions, channels]``."""
-        per_group = outputs.flatten(2).unflatten(1, (self.groups, -1))  # [images, groups, channels, positions]
+        per_group: Tensor = outputs.flatten(2).unflatten(1, (self.groups, -1))  # [images, groups, channels, positions]
         return per_group.permute(1, 0, 3, 2).flatten(1, 2)
