@@ -27,9 +27,9 @@ slow: $(DEV)  ## The slow tests, which continuous integration runs as well.
 	@echo "==> slow tests (two processes, one thread each)"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
 
-fuzz: $(DEV)  ## Random networks and training loops against an independent reference, for MINUTES (default 60).
-	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m fuzz --minutes $(or $(MINUTES),60) --mode step
-	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m fuzz --minutes $(or $(MINUTES),60) --mode backward
+fuzz: $(DEV)  ## Random networks and training loops against an independent reference, LOOPS of them (default 10,000).
+	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m fuzz --loops $(or $(LOOPS),10000) --mode own
+	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m fuzz --loops $(or $(LOOPS),10000) --mode averages
 
 docs: $(DEV)  ## Build the documentation into site/ (open site/index.html); a warning is an error.
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -60,7 +60,7 @@ distclean: clean  ## Remove .venv as well.
 # torch comes first and by its exact version: with a looser requirement and no torch installed, pip takes the newest
 # build it finds, which may bring gigabytes of GPU libraries. Where pip knows of a CPU build it takes that one.
 $(LAB): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "consequent needs Python 3.11 or later, and $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "the versions in constraints.txt need Python 3.11 or later, and $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
 	@echo "==> creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "==> installing torch (once; this takes a minute)"

@@ -5,6 +5,7 @@ They have no background and a grey that is readable on white and on black, so th
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -127,17 +128,19 @@ def in_a_deep_network() -> Figure:
         nn.init.zeros_(layer.bias)
     model = nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))[:-1]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    correction = consequent.attach(optimizer, model, foresight=True)
-    cosines: dict[str, list[list[float]]] = {"backprop_cosine": [], "corrected_cosine": []}
-    for batch in torch.randperm(len(images))[: 50 * 32].split(32):
+
+    def backward(batch: Tensor) -> None:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
-        optimizer.step()
-        seen = correction.foresight()
+
+    consequent.attach(optimizer, model)
+    cosines: dict[str, list[list[float]]] = {"backprop_cosine": [], "cosine": []}
+    for batch in torch.randperm(len(images))[: 50 * 32].split(32):
+        seen = consequent.foresight(optimizer, model, partial(backward, batch))
         for name, steps in cosines.items():
             steps.append([getattr(seen[str(2 * place)], name) for place in range(len(layers))])
     figure, axes = plt.subplots(figsize=(8, 2.8))
-    named = {"backprop_cosine": ("backpropagation", PLAIN, "--"), "corrected_cosine": ("consequentialism", OURS, "-")}
+    named = {"backprop_cosine": ("backpropagation", PLAIN, "--"), "cosine": ("consequentialism", OURS, "-")}
     for name, (label, colour, dashes) in named.items():
         middle = torch.tensor(cosines[name]).median(0).values
         axes.plot(range(1, len(layers) + 1), middle, marker="o", color=colour, ls=dashes, label=label)

@@ -22,7 +22,7 @@ model = nn.Sequential(
 *body, head = model
 groups = [
     {"params": [p for layer in body for p in layer.parameters()]},
-    {"params": head.parameters(), "lr": 0.01, "relative_damping": 0.3},  # a group may have its own damping too
+    {"params": head.parameters(), "lr": 0.01},
 ]
 optimizer = consequent.CSGD(model, groups, lr=0.1, momentum=0.9, nesterov=True)
 

@@ -1,4 +1,4 @@
-"""The formula as a pure function, for users of torch.func: an ensemble trained by functional_call under vmap, no hooks.
+"""The formula as a pure function, for users of torch.func: an ensemble trained by functional_call under vmap.
 
 ``ΔZ`` of a layer is the gradient of the loss for a zero that is added to the layer's outputs.
 """
@@ -61,7 +61,7 @@ for batch in batches:
     params, losses = torch.vmap(step, in_dims=(0, None, None))(params, images[batch], labels[batch])
 print("last losses of four networks:", ", ".join(f"{loss:.4f}" for loss in losses))
 
-# The same with hooks and an optimiser, for the first of them.
+# The same with an optimiser, for the first of them.
 optimizer = consequent.CSGD(network, lr=LR, damping=DAMPING)
 for batch in batches:
     optimizer.zero_grad()

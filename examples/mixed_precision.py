@@ -27,7 +27,6 @@ def train(first: int, last: int, checkpoint: Path) -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=60)
     scaler = torch.amp.GradScaler(device)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    parts["correction"] = optimizer.correction  # its counters; the damping is in the optimiser's state already
     if checkpoint.exists():
         for name, state in torch.load(checkpoint, weights_only=True).items():
             parts[name].load_state_dict(state)

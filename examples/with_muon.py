@@ -1,8 +1,4 @@
-"""Muon for the matrices between, AdamW for all else: both attached at once, so that weights and biases go together.
-
-The settings are those of Newton-Muon (2026): λ a fifth of the mean eigenvalue, second moments averaged and refreshed
-every 32 steps.
-"""
+"""Muon for the matrices between, AdamW for all else: both attached at once."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -20,14 +16,14 @@ matrices = [model[2].weight]  # not the first layer, not the head
 rest = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
 muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01)
 adamw = torch.optim.AdamW(rest, lr=1e-2)
-correction = consequent.attach([muon, adamw], model, relative_damping=0.2, averaging=0.95, refresh=32)
+correction = consequent.attach([muon, adamw], model, relative_damping=0.1)
 
 for epoch in range(5):
     for batch in torch.randperm(len(images)).split(128):
         model.zero_grad()
         loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
         loss.backward()
-        muon.step()  # corrects all gradients
+        muon.step()
         adamw.step()
     with torch.no_grad():
         loss = nn.functional.cross_entropy(model(images), labels)

@@ -1,8 +1,7 @@
 """What every test walks over: name -> (make a module, make an input for it).
 
-Inputs are made in float64 and cast, so that float64 tests see full mantissas; indices stay indices. Several inputs are
-a tuple: call modules by ``called``. ``build`` seeds module and inputs by the name. Tables of embeddings are corrected
-only where they are named, which ``included`` does.
+Inputs are made in float64 and cast, so that float64 tests see full mantissas. ``build`` seeds module and inputs by the
+name.
 """
 
 from zlib import crc32
@@ -37,11 +36,6 @@ def duplicated(*shape):
     """Every sample twice, except for an odd one."""
     half = normal((shape[0] + 1) // 2, *shape[1:])
     return torch.cat([half, half])[: shape[0]]
-
-
-def indices(*shape, size=7):
-    """What tables are looked up by; few of them, so that some come more than once."""
-    return torch.randint(size, shape)
 
 
 LINEAR_CASES = {
@@ -266,58 +260,8 @@ TRANSPOSED_CASES = {
     ),
 }
 
-EMBEDDING_CASES = {
-    "embedding": (lambda: nn.Embedding(7, 3), lambda: indices(4, 5)),
-    "embedding-few-rows": (lambda: nn.Embedding(12, 3), lambda: indices(4, size=12)),
-    "embedding-one-index": (lambda: nn.Embedding(7, 3), lambda: indices()),
-    "embedding-3d-input": (lambda: nn.Embedding(7, 2), lambda: indices(2, 3, 2)),
-    "embedding-padding": (lambda: nn.Embedding(7, 3, padding_idx=2), lambda: indices(5, 5)),
-    "embedding-padding-from-the-end": (lambda: nn.Embedding(7, 3, padding_idx=-1), lambda: indices(5, 5)),
-    "embedding-sparse": (lambda: nn.Embedding(7, 3, sparse=True), lambda: indices(4, 3)),
-    "embedding-sparse-padding": (lambda: nn.Embedding(7, 3, sparse=True, padding_idx=2), lambda: indices(5, 3)),
-}
-
-BAG_CASES = {
-    "bag-sum": (lambda: nn.EmbeddingBag(7, 3, mode="sum"), lambda: indices(3, 4)),
-    "bag-sum-many-bags": (lambda: nn.EmbeddingBag(5, 3, mode="sum"), lambda: indices(12, 3, size=5)),
-    "bag-mean": (lambda: nn.EmbeddingBag(7, 3, mode="mean"), lambda: indices(4, 3)),
-    "bag-mean-many-bags": (lambda: nn.EmbeddingBag(5, 3, mode="mean"), lambda: indices(12, 3, size=5)),
-    "bag-duplicated": (lambda: nn.EmbeddingBag(9, 3, mode="mean"), lambda: indices(2, 3, size=9).repeat(2, 1)),
-    "bag-sum-offsets": (
-        lambda: nn.EmbeddingBag(7, 3, mode="sum"),
-        lambda: (indices(9), torch.tensor([0, 2, 2, 6])),  # the second bag is empty
-    ),
-    "bag-mean-offsets": (
-        lambda: nn.EmbeddingBag(7, 3, mode="mean"),
-        lambda: (indices(9), torch.tensor([0, 2, 2, 6])),
-    ),
-    "bag-mean-last-offset": (
-        lambda: nn.EmbeddingBag(7, 3, mode="mean", include_last_offset=True),
-        lambda: (indices(9), torch.tensor([0, 4, 9])),
-    ),
-    "bag-sum-weights": (
-        lambda: nn.EmbeddingBag(7, 3, mode="sum"),
-        lambda: (indices(3, 4), None, normal(3, 4)),
-    ),
-    "bag-sum-offsets-weights": (
-        lambda: nn.EmbeddingBag(7, 3, mode="sum"),
-        lambda: (indices(9), torch.tensor([0, 3, 5]), normal(9)),
-    ),
-    "bag-mean-padding": (lambda: nn.EmbeddingBag(7, 3, mode="mean", padding_idx=2), lambda: indices(4, 4)),
-    "bag-sum-padding-weights": (
-        lambda: nn.EmbeddingBag(7, 3, mode="sum", padding_idx=-3),
-        lambda: (indices(4, 4), None, normal(4, 4)),
-    ),
-    "bag-sum-sparse": (lambda: nn.EmbeddingBag(7, 3, mode="sum", sparse=True), lambda: indices(3, 4)),
-    "bag-mean-sparse-padding": (
-        lambda: nn.EmbeddingBag(7, 3, mode="mean", sparse=True, padding_idx=2),
-        lambda: (indices(9), torch.tensor([0, 5])),
-    ),
-}
-
 CONV_CASES = {**CONV1D_CASES, **CONV2D_CASES, **CONV3D_CASES}
-TABLE_CASES = {**EMBEDDING_CASES, **BAG_CASES}
-CASES = {**LINEAR_CASES, **CONV_CASES, **TRANSPOSED_CASES, **TABLE_CASES}
+CASES = {**LINEAR_CASES, **CONV_CASES, **TRANSPOSED_CASES}
 
 
 def build(name, dtype=torch.float64):
@@ -325,43 +269,19 @@ def build(name, dtype=torch.float64):
     make_module, make_input = CASES[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(crc32(name.encode()))
-        module = make_module().to(dtype)
-        return module, cast(make_input(), dtype)
+        return make_module().to(dtype), make_input().to(dtype)
 
 
-def cast(value, dtype):
-    """Numbers of a dtype; indices stay what they are."""
-    if isinstance(value, tuple):
-        return tuple(cast(one, dtype) for one in value)
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
-def called(module, inputs):
-    """What a module makes of a case's input."""
-    return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
-
-
-class Around(nn.Module):
-    """A model with nothing but a layer in it, which may take several inputs."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *inputs):
-        return self.layer(*inputs)
-
-
-def included(module):
-    """The options by which a layer is corrected."""
-    return {"include": [type(module)]} if isinstance(module, nn.Embedding | nn.EmbeddingBag) else {}
-
-
-def second_moment(layer, inputs, *, ones):
+def second_moment(layer, x, *, ones):
     """That of the layer's inputs, the library's way."""
-    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-    operation, canonical, _, _ = kind_of(layer).of(layer).canonical(*arguments)
-    return operation.second_moment(canonical, ones=ones)
+    found = []
+
+    def product(operation, inputs):
+        found.append(operation.second_moment(inputs, ones=ones))
+        return inputs
+
+    kind_of(layer).of(layer).call_product(x, product)
+    return found[0]
 
 
 def random_like(output, name):

@@ -5,7 +5,7 @@ elimination run in numpy's ``longdouble`` (80 bits on x86), so that the error me
 library's own.
 """
 
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 
@@ -120,8 +120,7 @@ def relative_error(actual, expected):
 
 
 def to_numpy(tensor):
-    tensor = tensor.detach()
-    return (tensor.to_dense() if tensor.is_sparse else tensor).double().cpu().numpy()
+    return tensor.detach().double().cpu().numpy()
 
 
 def linear_rows(x):
@@ -250,37 +249,6 @@ def conv_output_rows(output, module):
     return matrices
 
 
-def embedding_rows(indices, module):
-    """A row per index: the one-hot vector of it, and nothing but zeros for ``padding_idx``."""
-    indices = [int(index) for index in indices.reshape(-1)]
-    rows = np.zeros((len(indices), module.num_embeddings))
-    for row, index in enumerate(indices):
-        if index != module.padding_idx:
-            rows[row, index] = 1.0
-    return rows
-
-
-def bag_rows(arguments, module):
-    """A row per bag: the sum of its indices' one-hot vectors, times their weights, or their mean."""
-    indices, offsets, weights = (
-        (*arguments, None, None)[:3] if isinstance(arguments, tuple) else (arguments, None, None)
-    )
-    places = list(np.ndindex(*indices.shape))
-    if offsets is None:
-        bags = [[place for place in places if place[0] == bag] for bag in range(len(indices))]
-    else:
-        ends = [int(offset) for offset in offsets]
-        ends = ends if module.include_last_offset else [*ends, len(indices)]
-        bags = [places[start:end] for start, end in pairwise(ends)]
-    rows = np.zeros((len(bags), module.num_embeddings))
-    for row, bag in enumerate(bags):
-        kept = [place for place in bag if int(indices[place]) != module.padding_idx]
-        for place in kept:
-            factor = 1.0 if weights is None else float(weights[place])
-            rows[row, int(indices[place])] += factor / len(kept) if module.mode == "mean" else factor
-    return rows
-
-
 def is_conv(module):
     return hasattr(module, "kernel_size")
 
@@ -289,18 +257,12 @@ def is_transposed_conv(module):
     return is_conv(module) and module.transposed
 
 
-def is_table(module):
-    return hasattr(module, "num_embeddings")
-
-
 def bias_of(module):
     return getattr(module, "bias", None)
 
 
 def input_rows(module, x):
-    """A row matrix per group, for every layer; x is a tuple where the layer has several inputs."""
-    if is_table(module):
-        return [bag_rows(x, module) if hasattr(module, "mode") else embedding_rows(x, module)]
+    """A row matrix per group, for every layer."""
     if is_transposed_conv(module):
         return transposed_conv_rows(x, module)
     return conv_patches(x, module) if is_conv(module) else [linear_rows(x)]
@@ -356,22 +318,16 @@ def corrected_gradients(module, x, output_grad, damping, bias=True):
 
 def outputs_of(module):
     """Columns of Z, of all groups together."""
-    if is_conv(module):
-        return module.out_channels
-    return module.embedding_dim if is_table(module) else module.out_features
+    return module.out_channels if is_conv(module) else module.out_features
 
 
 def features_of(module):
     """Columns of X, of one group."""
-    if is_conv(module):
-        return len(list(conv_taps(module, 0)))
-    return module.num_embeddings if is_table(module) else module.in_features
+    return len(list(conv_taps(module, 0))) if is_conv(module) else module.in_features
 
 
 def place_in_weight(module, group, output, feature):
     """Where the weight tensor has what takes a feature to an output, both counted within the group."""
-    if is_table(module):
-        return feature, output
     if not is_conv(module):
         return output, feature
     channel, offset = list(conv_taps(module, group))[feature]

@@ -7,7 +7,6 @@ import runpy
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
-pytestmark = pytest.mark.usefixtures("bounded")  # as users run them
 
 
 def run(name, capsys):
@@ -56,7 +55,7 @@ def test_with_lion(capsys):
 
 
 def test_foresight(capsys):
-    rows = re.findall(r"^(\d)\s+([\d.]+)\s+([\d.-]+)\s+[\d.-]+\s+([\d.-]+)$", run("foresight", capsys), re.M)
+    rows = re.findall(r"^(\d)\s+([\d.]+)\s+([\d.-]+)\s+([\d.-]+)$", run("foresight", capsys), re.M)
     assert len(rows) == 3
     for _, ratio, cosine, of_backpropagation in rows:
         assert float(ratio) == pytest.approx(1, abs=0.1)
@@ -86,36 +85,24 @@ def test_functional(capsys):
 @pytest.mark.filterwarnings("ignore")  # of the packages'
 def test_with_lightning(capsys):
     pytest.importorskip("lightning")
-    out = run("with_lightning", capsys)
-    rows = re.findall(r"(\d) epochs: (\d+) corrected steps, training accuracy ([\d.]+)%", out)
-    assert [(epochs, steps) for epochs, steps, _ in rows] == [("4", "228"), ("2", "114"), ("4", "228")]
-    assert float(rows[-1][2]) > 98
-    assert "agree: True" in out
+    steps, loss = re.search(r"(\d+) steps: training loss ([\d.]+)", run("with_lightning", capsys)).groups()
+    assert int(steps) == 171
+    assert float(loss) < 0.1
 
 
 def test_with_transformers(capsys):
     pytest.importorskip("transformers")
-    out = run("with_transformers", capsys)
-    rows = re.findall(r"(\d+) steps: loss ([\d.]+), 8 layers corrected", out)
-    assert [steps for steps, _ in rows] == ["30", "60", "60"]
-    assert float(rows[-1][1]) < 0.4
-    assert "agree: True" in out
+    steps, loss = re.search(r"(\d+) steps: loss ([\d.]+)", run("with_transformers", capsys)).groups()
+    assert int(steps) == 60
+    assert float(loss) < 0.4
 
 
 def test_with_accelerate(capsys):
     state = pytest.importorskip("accelerate.state")
     state.AcceleratorState._reset_state(reset_partial_state=True)  # other tests have chosen other settings
-    out = run("with_accelerate", capsys)
+    losses = losses_of("with_accelerate", capsys)
     state.AcceleratorState._reset_state(reset_partial_state=True)
-    assert "228 corrected steps" in out
-    assert float(re.search(r"accuracy ([\d.]+)%", out)[1]) > 98
-    assert "agree: True" in out
-
-
-@pytest.mark.filterwarnings("ignore")  # the example sets a filter of its own
-def test_with_sklearn(capsys):
-    out = run("with_sklearn", capsys)
-    assert float(re.search(r"epochs: ([\d.]+)%", out)[1]) > 95
+    assert losses[-1] < 0.1 < losses[0]
 
 
 def test_all_examples_are_tested():

@@ -15,9 +15,8 @@ import consequent
 
 def correct(model, x, loss_of, **options):
     """Backward pass and correction; the gradients are in the model."""
-    correction = consequent.Consequentialism(model, **options)
+    correction = consequent.attach(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
     loss_of(model(x)).backward()
-    correction.step()
     correction.detach()
     return model
 

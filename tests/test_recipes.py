@@ -70,12 +70,10 @@ def test_the_page_runs_from_top_to_bottom():
             first = None
     assert first is None
     correction, averaged = names["correction"], names["averaged"]
-    assert correction.counters.steps == 90
-    assert correction.counters.skipped == correction.counters.edited == 0
+    assert (len(correction.corrected), correction.failed) == (4, 0)
     assert names["optimizer"].param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
     for m in (model, averaged):
         assert (m(images).argmax(1) == labels).float().mean() > 0.95
-    assert type(averaged.module[0]) is nn.Conv2d  # not watched
 
 
 def test_the_example_has_the_same_functions():
@@ -160,7 +158,7 @@ def test_covered_images_have_one_square_of_zeros(recipes):
 
 
 @pytest.mark.parametrize("when", ["before attaching", "after"])
-def test_the_average_is_one_and_nobody_watches_it(recipes, when):
+def test_the_average_is_a_plain_model(recipes, when):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -169,7 +167,7 @@ def test_the_average_is_one_and_nobody_watches_it(recipes, when):
         return recipes["AveragedModel"](model, multi_avg_fn=recipes["get_ema_multi_avg_fn"](0.9))
 
     averaged = averages() if when == "before attaching" else None
-    correction = recipes["consequent"].attach(optimizer, model)
+    recipes["consequent"].attach(optimizer, model)
     averaged = averaged or averages()
     expected = None
     x = torch.randn(6, 3)
@@ -178,11 +176,13 @@ def test_the_average_is_one_and_nobody_watches_it(recipes, when):
         model(x).square().mean().backward()
         optimizer.step()
         averaged.update_parameters(model)
-        averaged(x)
         now = [p.detach().clone() for p in model.parameters()]
         expected = now if expected is None else [0.9 * a + 0.1 * b for a, b in zip(expected, now, strict=True)]
     for a, b in zip(averaged.module.parameters(), expected, strict=True):
         torch.testing.assert_close(a, b)
-    assert correction.counters.steps == 4
-    assert correction.samples == 6
-    assert type(averaged.module[0]) is nn.Linear
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    plain.load_state_dict(averaged.module.state_dict())
+    for one in (averaged.module, plain):
+        one(x).square().mean().backward()
+    for a, b in zip(averaged.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import reference
 import torch
-from cases import CASES, DAMPINGS, build, called, random_like
+from cases import CASES, DAMPINGS, build, random_like
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_times_weight_are_the_forward_pass(name):
     module, x = build(name)
     weights = reference.gradient_matrices(module, module.weight.detach().numpy(), None)
-    outputs = reference.output_rows(module, called(module, x))
+    outputs = reference.output_rows(module, module(x))
     bias = reference.bias_of(module)
     biases = np.split(np.zeros(reference.outputs_of(module)) if bias is None else bias.detach().numpy(), len(outputs))
     for rows, weight, constant, output in zip(reference.input_rows(module, x), weights, biases, outputs, strict=True):
@@ -21,7 +21,7 @@ def test_rows_times_weight_are_the_forward_pass(name):
 @pytest.mark.parametrize("name", CASES)
 def test_huge_damping_gives_the_gradient_of_autograd(name):
     module, x = build(name)
-    output = called(module, x)
+    output = module(x)
     output_grad = random_like(output, name)
     (output * output_grad).sum().backward()
     lam = 1e18
@@ -36,7 +36,7 @@ def test_huge_damping_gives_the_gradient_of_autograd(name):
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_and_matrices_are_two_arrangements_of_the_same_numbers(name):
     module, x = build(name)
-    output_grad = random_like(called(module, x), name)
+    output_grad = random_like(module(x), name)
     gradients = reference.corrected_gradients(module, x, output_grad, 0.1)
     expected = reference.corrected_matrices(module, x, output_grad, 0.1)
     for actual, matrix in zip(reference.gradient_matrices(module, *gradients), expected, strict=True):

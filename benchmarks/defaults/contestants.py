@@ -82,12 +82,12 @@ def options_of(damping: str) -> dict[str, float | None]:
     """What ``consequent.attach`` is given: a damping, averages if there are any, and last a bound if there is one.
 
     >>> options_of("relative 0.1")
-    {'bound': None, 'relative_damping': 0.1}
+    {'bound': None, 'averaging': 0.0, 'refresh': 1, 'relative_damping': 0.1}
     >>> options_of("absolute 1, averaging 0.95, refresh 10, bound 0.2")
-    {'bound': 0.2, 'damping': 1.0, 'averaging': 0.95, 'refresh': 10}
+    {'bound': 0.2, 'averaging': 0.95, 'refresh': 10, 'damping': 1.0}
     """
     names = {"relative": "relative_damping", "absolute": "damping"}
-    options: dict[str, float | None] = {"bound": None}
+    options: dict[str, float | None] = {"bound": None, "averaging": 0.0, "refresh": 1}
     for part in damping.split(", "):
         name, value = part.split()
         options[names.get(name, name)] = int(value) if name == "refresh" else float(value)

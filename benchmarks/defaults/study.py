@@ -1,6 +1,5 @@
 """One run, many runs, and which runs a stage needs."""
 
-import contextlib
 import dataclasses
 import gzip
 import json
@@ -13,8 +12,8 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ import consequent
 from benchmarks.defaults.contestants import CONTESTANTS, DAMPINGS, KNOWN, options_of, unbounded
 from benchmarks.defaults.task import Task
 from benchmarks.defaults.tasks import QUICK, TASKS
-from consequent.reports.errors import StandstillError
 
 TUNING_SEED = 100
 SEEDS = (0, 1, 2)
@@ -143,13 +141,18 @@ def measured(task: Task, measure: Callable[[], torch.Tensor]) -> float | None:
     return value
 
 
-def train(run: Run, tasks: Mapping[str, Callable[[int], Task]] = TASKS) -> Record:
+def train(run: Run) -> Record:
     """The record of a run: what it was, its final loss, ten points on the way, and how long it took.
 
     Seconds are the processor's, so that other processes do not count.
     """
     torch.set_num_threads(1)
-    task = tasks[run.task](run.seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", consequent.ConsequentWarning)
+        return _trained(run, TASKS[run.task](run.seed))
+
+
+def _trained(run: Run, task: Task) -> Record:
     contestant = KNOWN[run.contestant]
     optimizer = contestant.optimiser(task.model, run.rate)
     correction = None
@@ -162,21 +165,18 @@ def train(run: Run, tasks: Mapping[str, Callable[[int], Task]] = TASKS) -> Recor
     initial = measured(task, task.measure)
     trajectory: list[float | None] = [initial]
     lost = 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", consequent.ConsequentWarning)  # what they tell is in the counters
-        for step in range(1, steps + 1):
-            optimizer.zero_grad()
-            loss = task.loss(*next(task.batches))
-            loss.backward()
-            with contextlib.suppress(StandstillError):  # the losses tell the same
-                optimizer.step()
-            if task.after_step is not None:
-                task.after_step(step)
-            lost = 0 if loss.isfinite() else lost + 1
-            if step in points or lost == GIVE_UP:
-                trajectory.append(measured(task, task.measure))
-            if lost == GIVE_UP:
-                break
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        loss = task.loss(*next(task.batches))
+        loss.backward()
+        optimizer.step()
+        if task.after_step is not None:
+            task.after_step(step)
+        lost = 0 if loss.isfinite() else lost + 1
+        if step in points or lost == GIVE_UP:
+            trajectory.append(measured(task, task.measure))
+        if lost == GIVE_UP:
+            break
     final = trajectory[-1] if lost < GIVE_UP else None
     assert initial is not None
     return {
@@ -187,7 +187,7 @@ def train(run: Run, tasks: Mapping[str, Callable[[int], Task]] = TASKS) -> Recor
         "test": None if task.test is None else measured(task, task.test),
         "diverged": final is None or final > 10 * initial,
         "trajectory": trajectory,
-        "counters": {} if correction is None else {k: v for k, v in asdict(correction.counters).items() if v},
+        "failed": 0 if correction is None else correction.failed,
         "seconds": round(time.process_time() - started, 2),
     }
 

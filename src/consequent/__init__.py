@@ -22,8 +22,8 @@ from consequent.attach import attach
 from consequent.correction import Correction
 from consequent.foresight import foresight
 from consequent.maths.ridge import consequential_gradient
+from consequent.minibatch.warning import ConsequentWarning
 from consequent.optimizers import CSGD, CAdam, CAdamW, CRMSprop
-from consequent.warning import ConsequentWarning
 
 __all__ = [
     "CSGD",

@@ -1,5 +1,6 @@
 """``attach``: the one line that users add."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,11 @@ from torch.optim import SGD, Optimizer
 from consequent.correction import Correction, corrected_layers
 from consequent.maths.bound import DEFAULT as BOUND
 from consequent.maths.damping import Damping
+from consequent.maths.ridge import LossReduction
+from consequent.minibatch.forwards import clean_copies
+from consequent.minibatch.torch_private import compiled_model_in
 from consequent.selection import Patterns, select_layers
-from consequent.settings import LossReduction, Settings, refuse_gone
+from consequent.settings import Settings, refuse_gone, refuse_gone_in_groups
 
 
 def attach(
@@ -36,8 +40,8 @@ def attach(
     Args:
         optimizer: any optimiser of torch's kind, or a list of those that train the model together. It says which
             damping is the default, and which learning rates the bound goes by.
-        model: the model, before or after it is compiled or wrapped by DDP or ``fully_shard``. Layers that are put into
-            it later stay plain.
+        model: the model, before or after it is compiled or wrapped by DDP, and after ``fully_shard``, as the optimiser
+            is. Layers that are put into it later stay plain.
         damping: λ itself, added to the diagonal of the un-normalised Gram matrix, as in the paper. 0 is the
             pseudo-inverse.
         relative_damping: instead of ``damping``: ρ of ``λ = ρ · trace(XXᵀ) / min(N, D)``, a fraction of the inputs'
@@ -48,8 +52,9 @@ def attach(
         include: which layers to correct: module types, names or compiled regular expressions. None: all that can be.
         exclude: which to leave out, likewise.
         averaging: 0: each mini-batch's own inputs, the paper's own. β > 0: averages of the inputs' second moments, in
-            which those of a look weigh β times those of the next. None: the library chooses, at present own inputs.
-        refresh: T: inputs are looked at, and averages inverted, at every T-th step. Passes between two looks are plain.
+            which those of one observation weigh β times those of the next. None: the library chooses; at present own
+            inputs everywhere.
+        refresh: T: inputs are observed, and averages inverted, at every T-th step. All passes of other steps are plain.
         bound: by what fraction of the size of its inputs one step of SGD may change a layer's outputs, so that too high
             a learning rate ends in a slow run and not in NaN. Other optimisers, and one layer alone, are not bounded;
             None: no bound, as in the paper.
@@ -70,7 +75,7 @@ def attach(
         True
         >>> correction.detach()  # and it is plain SGD again
     """
-    refuse_gone(gone)
+    refuse_gone(gone, inspect.signature(attach).parameters)
     chosen = Damping.chosen(damping, relative_damping)
     settings = Settings(chosen, loss_reduction, averaging, refresh, bound)
     optimizers = _optimizers(optimizer)
@@ -79,8 +84,11 @@ def attach(
             f"bound={bound!r} would do nothing under {type(optimizers[0]).__name__}, whose steps have a length of "
             "their own: it is for torch.optim.SGD. Leave it out; a lower learning rate shortens any optimiser's steps"
         )
+    refuse_gone_in_groups(optimizers)
     model = _unwrapped(model)
-    return Correction(optimizers, model, select_layers(model, include, exclude, corrected_layers()), settings)
+    clean_copies(model)
+    selection = select_layers(model, include, exclude, corrected_layers(model))
+    return Correction(optimizers, model, selection, settings)
 
 
 def _optimizers(given: Any) -> list[Optimizer]:
@@ -110,5 +118,5 @@ def _unwrapped(model: Any) -> nn.Module:
         raise TypeError("nn.DataParallel calls copies of the layers, which stay plain; use DistributedDataParallel")
     if isinstance(model, DistributedDataParallel):
         return _unwrapped(model.module)
-    inner = model._modules.get("_orig_mod")
+    inner = compiled_model_in(model)
     return model if inner is None else _unwrapped(inner)

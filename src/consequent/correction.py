@@ -7,19 +7,19 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from consequent.averages.average import AveragedLayer
 from consequent.averages.choice import why_own_inputs
-from consequent.averages.layer import AveragedLayer
-from consequent.averages.look import Look
+from consequent.averages.observer import InputObserver
 from consequent.averages.step import Averages
 from consequent.describe import describe
 from consequent.layers import kind_of
 from consequent.maths.damping import DEFAULT, DEFAULT_OF_SGD, Damping
-from consequent.minibatch.entry import Entry
-from consequent.minibatch.layer import OwnInputs
+from consequent.minibatch.model_forward import ModelForward
+from consequent.minibatch.own_inputs import OwnInputs
 from consequent.minibatch.product import FAILED
-from consequent.selection import Selection, shown
-from consequent.settings import Settings
-from consequent.stepping import Stepping
+from consequent.optimizer_step import OptimizerStep
+from consequent.selection import Selection, display_name
+from consequent.settings import GONE_METHODS, Settings
 
 _corrections: "weakref.WeakSet[Correction]" = weakref.WeakSet()
 
@@ -43,22 +43,22 @@ class Correction:
         self.corrected, self.plain, self.settings = selection.corrected, selection.plain, settings
         self.optimizers = [type(optimizer).__name__ for optimizer in optimizers]
         self._references = [weakref.ref(optimizer) for optimizer in optimizers]
-        holders = {p: one for one in reversed(optimizers) for group in one.param_groups for p in group["params"]}
-        _refuse_foreign(self.optimizers, self.corrected, holders)
-        self._entry = Entry(model)
+        optimizer_of = {p: one for one in reversed(optimizers) for group in one.param_groups for p in group["params"]}
+        _refuse_foreign(self.optimizers, self.corrected, optimizer_of)
+        self._model_forward = ModelForward(model)
         self.own_inputs: dict[str, OwnInputs] = {}
         self.why_own_inputs: dict[str, str] = {}
         self.averaged: dict[str, AveragedLayer] = {}
-        self._sort(holders, optimizers[0])
+        self._sort(optimizer_of, optimizers[0])
         for own in self.own_inputs.values():
             own.put_on()
         if self.own_inputs:
-            self._entry.hold()
-        self._steppings = [self._stepping(optimizer, holders) for optimizer in optimizers]
-        self._entry.correction = self  # which lives as long as the model, even if nobody keeps it
+            self._model_forward.hold()
+        self._optimizer_steps = [self._optimizer_step(optimizer, optimizer_of) for optimizer in optimizers]
+        self._model_forward.correction = self  # which lives as long as the model, even if nobody keeps it
         _corrections.add(self)
 
-    def _sort(self, holders: Mapping[Tensor, Optimizer], first: Optimizer) -> None:
+    def _sort(self, optimizer_of: Mapping[Tensor, Optimizer], first: Optimizer) -> None:
         """Give each layer its mechanism."""
         names: dict[Tensor, list[str]] = {}
         for name, layer in self.corrected.items():
@@ -66,27 +66,22 @@ class Correction:
         for name, layer in self.corrected.items():
             kind, weight = kind_of(layer), _weight(layer)
             assert kind is not None
-            damping = self.settings.damping or _default_damping(holders.get(weight, first))
+            damping = self.settings.damping or _default_damping(optimizer_of.get(weight, first))
             averaging, uses = self.settings.averaging, len(names[weight])
-            why = why_own_inputs(layer, kind.of(layer), averaging, holders, uses)
+            why = why_own_inputs(layer, kind.of(layer), averaging, optimizer_of, uses)
             options = (name, layer, kind, damping, self.settings.loss_reduction)
             if why is None:
-                self.averaged[name] = AveragedLayer(*options, Look(layer, kind, self._entry))
+                self.averaged[name] = AveragedLayer(*options, InputObserver(layer, kind, self._model_forward))
             else:
                 self.why_own_inputs[name] = why
-                self.own_inputs[name] = OwnInputs(*options, self._entry, self.own_inputs.get(names[weight][0]))
+                self.own_inputs[name] = OwnInputs(*options, self._model_forward, self.own_inputs.get(names[weight][0]))
 
-    def _stepping(self, optimizer: Optimizer, holders: Mapping[Tensor, Optimizer]) -> Stepping:
-        averaged = [one for one in self.averaged.values() if holders.get(one.weight) is optimizer]
-        own = [one for one in self.own_inputs.values() if holders.get(_weight(one.module)) is optimizer]
+    def _optimizer_step(self, optimizer: Optimizer, optimizer_of: Mapping[Tensor, Optimizer]) -> OptimizerStep:
+        averaged = [one for one in self.averaged.values() if optimizer_of.get(one.weight) is optimizer]
+        own = [one for one in self.own_inputs.values() if optimizer_of.get(_weight(one.module)) is optimizer]
         settings = self.settings
-        averages = Averages(averaged, self._entry, settings.averaging or 0.0, settings.refresh)
-        return Stepping(optimizer, averages, own, settings.bound, self._count_layers)
-
-    def _count_layers(self) -> int:
-        """How many weights of corrected layers have a gradient."""
-        weights = [_weight(layer) for layer in self.corrected.values()]
-        return len({id(weight) for weight in weights if weight.grad is not None})
+        averages = Averages(averaged, self._model_forward, settings.averaging or 0.0, settings.refresh)
+        return OptimizerStep(optimizer, averages, own, settings.bound, list(self.corrected.values()))
 
     @property
     def is_abandoned(self) -> bool:
@@ -103,33 +98,37 @@ class Correction:
     @property
     def holds_bound(self) -> bool:
         """Whether the bound is held for any layer."""
-        return any(stepping.holds_bound for stepping in self._steppings) and len(self.corrected) > 1
+        return any(step.holds_bound for step in self._optimizer_steps) and len(self.corrected) > 1
 
     def detach(self) -> None:
         """Take everything off the model and the optimisers, which are plain again."""
         if self not in _corrections:
             return
         _corrections.remove(self)
-        for stepping in self._steppings:
-            stepping.remove()
+        for step in self._optimizer_steps:
+            step.remove()
         if self.own_inputs:
-            self._entry.release()
+            self._model_forward.release()
         for own in self.own_inputs.values():
             own.take_off()
 
     def state_dict(self) -> dict[str, Any]:
         """The averages of each optimiser's layers, for ``torch.save``. Own inputs have no state."""
-        return {"averages": [stepping.averages.state_dict() for stepping in self._steppings]}
+        return {"averages": [step.averages.state_dict() for step in self._optimizer_steps]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state: the next step is the one that would have followed."""
         kept = state.get("averages")
-        if not isinstance(kept, list) or len(kept) != len(self._steppings):
-            raise ValueError(
-                f"this is no state of a correction of {len(self._steppings)} optimisers: its keys are {sorted(state)}"
-            )
-        for stepping, averages in zip(self._steppings, kept, strict=True):
-            stepping.averages.load_state_dict(averages)
+        if not isinstance(kept, list) or len(kept) != len(self._optimizer_steps):
+            number = len(self._optimizer_steps)
+            raise ValueError(f"this is no state of a correction of {number} optimisers: its keys are {sorted(state)}")
+        for step, averages in zip(self._optimizer_steps, kept, strict=True):
+            step.averages.load_state_dict(averages)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in GONE_METHODS:
+            raise AttributeError(f"correction.{name} is gone since the third edition; instead: {GONE_METHODS[name]}")
+        raise AttributeError(f"a Correction has no attribute {name!r}")
 
     def __repr__(self) -> str:
         return describe(self)
@@ -138,16 +137,21 @@ class Correction:
         return type(None), ()  # a copied or pickled model is plain
 
 
-def corrected_layers() -> set[nn.Module]:
-    """The layers that are corrected already; corrections whose optimisers are gone are taken off first."""
-    for correction in [one for one in _corrections if one.is_abandoned]:
-        correction.detach()
-    return {layer for correction in _corrections for layer in correction.corrected.values()}
+def corrected_layers(model: nn.Module) -> set[nn.Module]:
+    """The layers of a model that are corrected already; corrections whose optimisers are gone are taken off first."""
+    modules = set(model.modules())
+    found: set[nn.Module] = set()
+    for correction in list(_corrections):
+        its = modules.intersection(correction.corrected.values())
+        if its and correction.is_abandoned:
+            correction.detach()
+        else:
+            found |= its
+    return found
 
 
-def _weight(layer: nn.Module) -> Tensor:
-    weight = layer._parameters["weight"]
-    assert weight is not None
+def _weight(layer: Any) -> Tensor:
+    weight: Tensor = layer.weight
     return weight
 
 
@@ -156,10 +160,10 @@ def _default_damping(optimizer: Optimizer) -> Damping:
 
 
 def _refuse_foreign(
-    optimizers: Sequence[str], layers: Mapping[str, nn.Module], holders: Mapping[Tensor, Optimizer]
+    optimizers: Sequence[str], layers: Mapping[str, nn.Module], optimizer_of: Mapping[Tensor, Optimizer]
 ) -> None:
-    if not any(parameter in holders for layer in layers.values() for parameter in layer.parameters(recurse=False)):
-        names = ", ".join(map(shown, list(layers)[:3])) + (", …" if len(layers) > 3 else "")
+    if not any(parameter in optimizer_of for layer in layers.values() for parameter in layer.parameters(recurse=False)):
+        names = ", ".join(map(display_name, list(layers)[:3])) + (", …" if len(layers) > 3 else "")
         raise ValueError(
             f"{' and '.join(optimizers)} holds no parameter of the layers to be corrected ({names}): was it made from "
             "another model, or from a copy of this one? Give it this model's parameters()"

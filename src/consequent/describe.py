@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from consequent.layers import kind_of
-from consequent.selection import shown
+from consequent.selection import display_name
 
 if TYPE_CHECKING:
     from consequent.correction import Correction
@@ -18,12 +18,12 @@ def describe(correction: "Correction") -> str:
     if correction.averaged:
         said += [f"averaging={settings.averaging:g}", f"refresh={settings.refresh}"]
     lines = [f"Correction of {' and '.join(correction.optimizers)}: {', '.join(said)}"]
-    width = max(len(shown(name)) for name in (*correction.corrected, *correction.plain))
+    width = max(len(display_name(name)) for name in (*correction.corrected, *correction.plain))
     lines.append(f"  corrected ({len(correction.corrected)}):")
-    lines += [f"    {shown(name):{width}}  {_how(correction, name)}" for name in correction.corrected]
+    lines += [f"    {display_name(name):{width}}  {_how(correction, name)}" for name in correction.corrected]
     if correction.plain:
         lines.append(f"  plain ({len(correction.plain)}):")
-        lines += [f"    {shown(name):{width}}  {reason}" for name, reason in correction.plain.items()]
+        lines += [f"    {display_name(name):{width}}  {reason}" for name, reason in correction.plain.items()]
     if correction.holds_bound:
         lines.append(f"  bound: a step changes outputs by at most {settings.bound:g} of the size of a layer's inputs")
     elif settings.bound is not None:

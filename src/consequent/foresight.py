@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from consequent.layers import Operation, kind_of
-from consequent.minibatch.entry import first_tensor
+from consequent.maths.ridge import LossReduction, loss_divisor
 from consequent.minibatch.forwards import Replacement
-from consequent.minibatch.layer import call_of
+from consequent.minibatch.model_forward import first_tensor
+from consequent.minibatch.own_inputs import call_of
 from consequent.selection import readable_name
-from consequent.settings import LossReduction, check_loss_reduction, loss_divisor
+from consequent.settings import check_loss_reduction
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class _Watched(Replacement):
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = kind_of(self.module)
         assert kind is not None
-        found = call_of(kind, self.module, args, kwargs)
+        found = call_of(kind, self.module, args, kwargs) if torch.is_grad_enabled() else None
         outputs = self.plain(self.module, args, kwargs)
         if found is not None:
             operation, inputs = found[0], found[1].detach().clone()
@@ -158,7 +159,7 @@ def _outputs(operation: Operation, inputs: Tensor, parameters: list[Tensor]) -> 
     """The outputs of a layer with these in the place of its weight and bias."""
     weight, bias = (*parameters, None)[:2]
     assert weight is not None
-    return operation.around(inputs.to(weight.dtype), lambda same, given: same.apply(given, weight, bias))
+    return operation.call_product(inputs.to(weight.dtype), lambda same, given: same.apply(given, weight, bias))
 
 
 def _norm(tensors: list[Tensor]) -> float:

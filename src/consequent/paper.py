@@ -71,19 +71,9 @@ def forward_phase(
 
     Returns:
         X, Z and the loss, as the algorithm does.
-
-    Example:
-        >>> import torch
-        >>> weights = [torch.tensor([[1.0, -1.0]])]
-        >>> X, Z, value = forward_phase(
-        ...     torch.tensor([[1.0, 2.0], [3.0, 1.0]]), weights, torch.tensor([[0.0, 0.0]]),
-        ...     activation=torch.relu, loss=lambda X, T: (X - T).square().sum() / 2,
-        ... )
-        >>> Z[0], X[1], value
-        (tensor([[-2.,  1.]]), tensor([[0., 1.]]), tensor(0.5000))
     """
     layer_inputs, layer_outputs = [inputs], []
-    for phi, weight in zip(_per_layer("activation", activation, len(weights)), weights, strict=True):
+    for phi, weight in zip(_per_layer(activation, len(weights)), weights, strict=True):
         layer_outputs.append(weight @ layer_inputs[-1])
         layer_inputs.append(phi(layer_outputs[-1]))
     return ForwardPhase(layer_inputs, layer_outputs, _loss_value(loss, layer_inputs[-1], targets))
@@ -98,7 +88,6 @@ def backward_phase(
     activation: Activation | Sequence[Activation],
     loss: Loss,
     step_size: float,
-    derivative: Activation | Sequence[Activation] | None = None,
 ) -> list[Tensor]:
     """Algorithm 2, backpropagation of a multi-layer perceptron (Proposition 1, eq. recursive backward).
 
@@ -106,10 +95,6 @@ def backward_phase(
         ΔZ⁽ˡ⁾ = ΔX⁽ˡ⁺¹⁾ ∘ φ′(Z⁽ˡ⁾)
         ΔW⁽ˡ⁾ = −μ ΔZ⁽ˡ⁾ X⁽ˡ⁾ᵀ
         ΔX⁽ˡ⁾ = W⁽ˡ⁾ᵀ ΔZ⁽ˡ⁾
-
-    Slips in print: the induction step of Proposition 1 has φ where it means φ′ (the base case and the algorithm have
-    φ′), the sum for ``Δx_j`` runs to D⁽ᴸ⁾ over ``w⁽ᴸ⁻¹⁾`` where it means D⁽ˡ⁾ and ``w⁽ˡ⁻¹⁾``, and the algorithm leaves
-    out the ∘ of the element-wise product.
 
     Args:
         inputs: X⁽⁰⁾ … X⁽ᴸ⁾ from :func:`forward_phase`, D⁽ˡ⁾×N.
@@ -119,29 +104,14 @@ def backward_phase(
         activation: φ in the paper, for all layers or one per layer.
         loss: 𝓛 in the paper: takes X⁽ᴸ⁾ and the targets, returns one number. Its gradient is taken by autograd.
         step_size: Learning rate, ≥ 0 (μ in the paper).
-        derivative: φ′ in the paper, element-wise, for all layers or one per layer; by autograd if not given, which
-            also serves activations that mix the rows of a column (softmax).
 
     Returns:
         The change of each weight matrix, to be added to it.
-
-    Example:
-        >>> import torch
-        >>> def half_squares(X, T):
-        ...     return (X - T).square().sum() / 2
-        >>> weights, targets = [torch.tensor([[1.0, -1.0]])], torch.tensor([[0.0, 0.0]])
-        >>> X, Z, _ = forward_phase(
-        ...     torch.tensor([[1.0, 2.0], [3.0, 1.0]]), weights, targets, activation=torch.relu, loss=half_squares
-        ... )
-        >>> backward_phase(X, weights, Z, targets, activation=torch.relu, loss=half_squares, step_size=0.5)
-        [tensor([[-1.0000, -0.5000]])]
     """
     check_nonnegative("step_size", step_size, "give a number of 0 or more")
     return [
         -step_size * output_grads @ layer_inputs.mT
-        for output_grads, layer_inputs in _backpropagate(
-            inputs, weights, outputs, targets, activation, loss, derivative
-        )
+        for output_grads, layer_inputs in _backpropagate(inputs, weights, outputs, targets, activation, loss)
     ]
 
 
@@ -155,7 +125,6 @@ def consequentialist_backward_phase(
     loss: Loss,
     step_size: float,
     damping: float,
-    derivative: Activation | Sequence[Activation] | None = None,
 ) -> list[Tensor]:
     """Algorithm 3, the main proposal: backpropagation with consequentialism weight updates.
 
@@ -166,20 +135,15 @@ def consequentialist_backward_phase(
     With λ = 0 and linearly independent samples the outputs of a layer move by exactly ``−μΔZ`` when the same mini-batch
     comes again.
 
-    Slips in print: the algorithm requires "weight matrices X", which are W, returns ΔW⁽ˡ⁾, which is ΔW of all layers,
-    and leaves out the ∘ of the element-wise product. The wanted ΔẼ = μẼ it is derived from is the *reduction* of the
-    error; the change is ``−μẼ``.
-
     Args:
-        inputs: X⁽⁰⁾ … X⁽ᴸ⁾ from :func:`forward_phase`, D⁽ˡ⁾×N.
-        weights: A matrix per layer, D⁽ˡ⁺¹⁾×D⁽ˡ⁾ (W in the paper).
-        outputs: Z⁽⁰⁾ … Z⁽ᴸ⁻¹⁾ from :func:`forward_phase`, D⁽ˡ⁺¹⁾×N.
-        targets: Whatever the loss compares the network's output with (T in the paper).
-        activation: φ in the paper, for all layers or one per layer.
-        loss: 𝓛 in the paper: takes X⁽ᴸ⁾ and the targets, returns one number. Its gradient is taken by autograd.
-        step_size: Learning rate, ≥ 0 (μ in the paper).
+        inputs: These and the other arguments are those of :func:`backward_phase`.
+        weights: W.
+        outputs: Z.
+        targets: T.
+        activation: φ.
+        loss: 𝓛.
+        step_size: μ.
         damping: Ridge added to the un-normalised ``XᵀX``, ≥ 0 (λ in the paper); 0 takes the pseudo-inverse.
-        derivative: φ′ in the paper, element-wise, for all layers or one per layer; by autograd if not given.
 
     Returns:
         The change of each weight matrix, to be added to it.
@@ -203,9 +167,7 @@ def consequentialist_backward_phase(
     check_nonnegative("damping", damping, "give a number of 0 or more")
     return [
         -step_size * output_grads @ _ridge_pseudo_inverse(layer_inputs, damping)
-        for output_grads, layer_inputs in _backpropagate(
-            inputs, weights, outputs, targets, activation, loss, derivative
-        )
+        for output_grads, layer_inputs in _backpropagate(inputs, weights, outputs, targets, activation, loss)
     ]
 
 
@@ -221,14 +183,6 @@ def virtual_targets(outputs: Tensor, output_grads: Tensor) -> Tensor:
     Args:
         outputs: Outputs of the layer before its activation, O×N (Z in the paper).
         output_grads: Gradients of the loss with respect to them, O×N (ΔZ in the paper).
-
-    Returns:
-        The virtual targets, O×N.
-
-    Example:
-        >>> import torch
-        >>> virtual_targets(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, -1.0]]))
-        tensor([[0.5000, 3.0000]])
     """
     if outputs.shape != output_grads.shape:
         raise ValueError(
@@ -244,10 +198,7 @@ def lms_update(errors: Tensor, inputs: Tensor, step_size: float) -> Tensor:
 
         ΔW = μ E Xᵀ
 
-    What it does to the errors of the same samples is ``ΔE = −ΔW X = −μ E XᵀX``, for one sample ``−μ e ‖x‖²``. Slips in
-    print: eq. "correlation as squared norm" loses that minus sign on the way (``Δe = −ΔW x`` but ``= μe‖x‖²``), as do
-    the equations built on it: read their Δe as the reduction of the error. The element-wise form is printed as
-    ``μ e_j x_i`` where it means ``μ e_i x_j``.
+    What it does to the errors of the same samples is ``ΔE = −ΔW X = −μ E XᵀX``, for one sample ``−μ e ‖x‖²``.
 
     Args:
         errors: Targets minus outputs, O×N (E in the paper).
@@ -256,11 +207,6 @@ def lms_update(errors: Tensor, inputs: Tensor, step_size: float) -> Tensor:
 
     Returns:
         The change of the weights, O×D, to be added to them.
-
-    Example:
-        >>> import torch
-        >>> lms_update(torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 0.0], [0.0, 3.0]]), 0.5)
-        tensor([[1.0000, 1.5000]])
     """
     check_nonnegative("step_size", step_size, "give a number of 0 or more")
     _require_columns("errors", errors, inputs)
@@ -311,8 +257,6 @@ def counter_example(inputs: Tensor) -> Tensor:
 
     :func:`first_extension` moves the outputs by ``−μ ΔZ X̂ᵀX``, so this should be the identity. It is so only for
     orthogonal samples; otherwise the correction of one sample also moves the other, the more the larger that other is.
-    (The paper calls ``μ Ẽ X̂ᵀX`` the change ΔẼ of the error; it is the change of the outputs, the error's has the other
-    sign.)
 
     Args:
         inputs: Two samples of two features, a sample per column, 2×2 (X in the paper), neither of them zero.
@@ -345,7 +289,6 @@ def _backpropagate(
     targets: Tensor,
     activation: Activation | Sequence[Activation],
     loss: Loss,
-    derivative: Activation | Sequence[Activation] | None,
 ) -> list[tuple[Tensor, Tensor]]:
     """The part that Algorithms 2 and 3 share: ``(ΔZ, X)`` of every layer, first layer first."""
     layers = len(weights)
@@ -354,20 +297,15 @@ def _backpropagate(
             f"{layers} weight matrices need {layers + 1} inputs and {layers} outputs, got {len(inputs)} and "
             f"{len(outputs)}; pass what forward_phase returned for these weights."
         )
-    activations = _per_layer("activation", activation, layers)
-    derivatives = None if derivative is None else _per_layer("derivative", derivative, layers)
-
+    activations = _per_layer(activation, layers)
     with torch.enable_grad():
         last = inputs[-1].detach().requires_grad_()
         (input_grads,) = torch.autograd.grad(_loss_value(loss, last, targets), last)
     pairs = []
     for layer in reversed(range(layers)):
-        if derivatives is not None:
-            output_grads = input_grads * derivatives[layer](outputs[layer])
-        else:
-            with torch.enable_grad():
-                output = outputs[layer].detach().requires_grad_()
-                (output_grads,) = torch.autograd.grad(activations[layer](output), output, input_grads)
+        with torch.enable_grad():
+            output = outputs[layer].detach().requires_grad_()
+            (output_grads,) = torch.autograd.grad(activations[layer](output), output, input_grads)
         pairs.append((output_grads, inputs[layer].detach()))
         if layer >= 1:
             input_grads = weights[layer].mT @ output_grads
@@ -393,15 +331,13 @@ def _loss_value(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     return value
 
 
-def _per_layer(name: str, function: Activation | Sequence[Activation], layers: int) -> list[Activation]:
+def _per_layer(function: Activation | Sequence[Activation], layers: int) -> list[Activation]:
     if layers == 0:
         raise ValueError("weights must hold at least one matrix, got none; give one per layer.")
     # A torch.nn.Sequential is both a sequence and a callable; it is meant as a callable.
     functions = [function] * layers if callable(function) else list(function)
     if len(functions) != layers:
-        raise ValueError(
-            f"{name} has {len(functions)} entries for {layers} layers; give one for all, or one per layer."
-        )
+        raise ValueError(f"activation has {len(functions)} entries for {layers} layers; give one for all, or each.")
     return functions
 
 

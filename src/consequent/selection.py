@@ -62,7 +62,7 @@ def select_layers(
     _leave_out_shared(corrected, plain, named)
     if not corrected:
         kinds = ", ".join(cls.__name__ for kind in KINDS for cls in kind.module_types)
-        listed = "\n".join(f"  {shown(name)}: {reason}" for name, reason in plain.items())
+        listed = "\n".join(f"  {display_name(name)}: {reason}" for name, reason in plain.items())
         raise ValueError(
             f"nothing in this model can be corrected: it needs a layer ({kinds}) that is neither excluded nor left out "
             f"by include=…\n{listed or '  (the model has no parameters)'}"
@@ -70,7 +70,7 @@ def select_layers(
     return Selection(corrected, plain)
 
 
-def shown(name: str) -> str:
+def display_name(name: str) -> str:
     """A module's name as messages have it."""
     return name or "(the model itself)"
 
@@ -80,21 +80,26 @@ def readable_name(name: str) -> str:
     return re.sub(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module)(?=\.|$)", "", name).lstrip(".")
 
 
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that a module has by itself, by name."""
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
+
+
 def _has_parameters(module: nn.Module) -> bool:
-    return any(p is not None for p in module._parameters.values()) or hasattr(module, "parametrizations")
+    return bool(own_parameters(module)) or hasattr(module, "parametrizations")
 
 
 def _no_layer(module: nn.Module) -> str:
     """Why parameters stay plain whose module is none of the kinds."""
     if any(True for _ in module.children()):
-        names = [name for name, parameter in module._parameters.items() if parameter is not None]
-        return f"parameters of its own, in none of its layers, stay plain: {', '.join(names)}"
+        return f"parameters of its own, in none of its layers, stay plain: {', '.join(own_parameters(module))}"
     return f"{type(module).__name__} is none of the layers that can be corrected"
 
 
 def _why_not(name: str, module: Any, kind: type[Operation], parent: nn.Module | None) -> str | None:
     """Why a layer of this kind is not corrected; None if it is."""
-    weight = module._parameters.get("weight")
+    parameters = own_parameters(module)
+    weight = parameters.get("weight")
     if weight is None:
         return "its weight is not a parameter of its own (parametrised, weight-normalised or pruned)"
     if isinstance(weight, UninitializedParameter):
@@ -103,7 +108,7 @@ def _why_not(name: str, module: Any, kind: type[Operation], parent: nn.Module | 
         )
     if not weight.is_floating_point():
         return f"its weight is {weight.dtype}"
-    if getattr(module, "bias", None) is not None and "bias" not in module._parameters:
+    if getattr(module, "bias", None) is not None and "bias" not in parameters:
         return "its bias is not a parameter of its own"
     if isinstance(parent, nn.MultiheadAttention):
         return "nn.MultiheadAttention uses its weight without calling it"
@@ -119,19 +124,19 @@ def _leave_out_shared(corrected: dict[str, nn.Module], plain: dict[str, str], na
     """A shared weight is corrected only if all its uses are seen, and are matrix products of one shape."""
     owners: dict[Tensor | None, list[str]] = {}
     for name, module in named.items():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(parameter, []).append(name)
+        for parameter in own_parameters(module).values():
+            owners.setdefault(parameter, []).append(name)
     while True:  # what is left out may be shared in turn
         left_out: dict[str, str] = {}
         for name, layer in corrected.items():
-            for other in owners[layer._parameters["weight"]]:
+            its = own_parameters(layer)
+            for other in owners[its["weight"]]:
                 if other not in corrected:
                     left_out[name] = f"its weight is shared with {other!r}, which is not corrected"
                 elif _shape(layer) != _shape(corrected[other]):
                     left_out[name] = f"its weight is shared with {other!r}, which uses it in another shape"
-            for other in owners.get(layer._parameters.get("bias"), []):
-                if named[other]._parameters.get("weight") is not layer._parameters["weight"]:
+            for other in owners.get(its.get("bias"), []):
+                if own_parameters(named[other]).get("weight") is not its["weight"]:
                     left_out[name] = f"its bias is shared with {other!r}, which has another weight"
         plain |= left_out
         for name in left_out:

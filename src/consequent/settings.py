@@ -1,16 +1,18 @@
-"""What users choose: the arguments of ``attach``, checked, and how the loss sums up over samples."""
+"""What users choose: the arguments of ``attach``, checked."""
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
 from consequent.maths.bound import DEFAULT as BOUND
 from consequent.maths.checks import check_nonnegative, check_positive
 from consequent.maths.damping import Damping
-
-# "mean" or "sum" over samples, or the loss's own divisor: a number, or a function of the number of samples.
-LossReduction = str | float | Callable[[Any], Any]
+from consequent.maths.ridge import LossReduction
 
 # Arguments of the second edition, and what to do instead.
 GONE = {
@@ -21,6 +23,13 @@ GONE = {
     "foresight": "consequent.foresight(optimizer, model, closure) looks at one step",
     "process_group": "nothing is sent with own inputs, and averages are those of all ranks",
     "across_ranks": "nothing is sent with own inputs, and averages are those of all ranks",
+}
+
+GONE_METHODS = {
+    "step": "optimizer.step() does all there is to do, and with own inputs .grad is corrected after backward()",
+    "foresight": "consequent.foresight(optimizer, model, closure) looks at one step",
+    "communication": "nothing is sent with own inputs, and one all-reduce of moments every refresh steps with averages",
+    "counters": "correction.failed counts failed factorisations; all else is as autograd has it",
 }
 
 GONE_REDUCTIONS = {
@@ -59,12 +68,24 @@ class Settings:
             check_positive("bound", self.bound, f"{BOUND} is usual, None is no bound")
 
 
-def refuse_gone(arguments: Mapping[str, Any]) -> None:
-    """Raise for arguments that are none, with what to do instead of those that once were."""
+def refuse_gone(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise for arguments that are none of the known ones, with what to do instead of those that once were."""
     for name in arguments:
         if name in GONE:
             raise TypeError(f"{name}= is gone since the third edition; instead: {GONE[name]}")
-        raise TypeError(f"attach() has no argument {name!r}")
+        close = difflib.get_close_matches(name, list(known), n=1)
+        raise TypeError(f"attach() has no argument {name!r}{f'; did you mean {close[0]}?' if close else ''}")
+
+
+def refuse_gone_in_groups(optimizers: Iterable[Optimizer]) -> None:
+    """Raise for options of the second edition in parameter groups, which would do nothing."""
+    for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
+        for name in ("damping", "relative_damping", "largest_block"):
+            if name in group:
+                raise ValueError(
+                    f"{name!r} in a parameter group does nothing since the third edition; give layers a damping of "
+                    "their own by attach(…, include=…), once for each damping"
+                )
 
 
 def check_loss_reduction(reduction: LossReduction) -> None:
@@ -76,21 +97,12 @@ def check_loss_reduction(reduction: LossReduction) -> None:
             )
         if reduction not in ("mean", "sum"):
             raise ValueError(f'loss_reduction must be "mean", "sum", a number or a function of N, got {reduction!r}')
+    elif isinstance(reduction, nn.Module):
+        raise TypeError(
+            f"loss_reduction={type(reduction).__name__} is gone since the third edition: losses are not looked into. "
+            "Say what it divides by: a number, or a function of N"
+        )
     elif isinstance(reduction, Real):
         check_positive("loss_reduction", float(reduction), "it is what the loss divides a sum over samples by")
     elif not callable(reduction):
         raise TypeError(f'loss_reduction must be "mean", "sum", a number or a function of N, got {reduction!r}')
-
-
-def loss_divisor(reduction: LossReduction, samples: Any) -> Any:
-    """What a loss over so many samples is divided by.
-
-    Example:
-        >>> loss_divisor("mean", 32), loss_divisor("sum", 32), loss_divisor(lambda n: n * 10 / 2, 32)
-        (32, 1, 160.0)
-    """
-    if reduction == "mean":
-        return samples
-    if reduction == "sum":
-        return 1
-    return reduction(samples) if callable(reduction) else reduction

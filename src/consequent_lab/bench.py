@@ -22,11 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure training steps of real networks, consequentialist and plain, against the targets.
-
-    In a clone of the repository there are more studies: how the cost grows with the size (python -m
-    benchmarks.scaling), and the first step of a new process (python -m benchmarks.first_step).
-    """
+    """Measure training steps of real networks, consequentialist and plain, against the targets."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where; auto takes a GPU if there is one."""
@@ -37,7 +33,7 @@ class Bench:
     repeats: int | None = None
     """Samples of every contestant; None: 50 on a GPU, 60 on a CPU, fewer where time runs out."""
     tables: tuple[Path, ...] = ()
-    """Print the table of these JSON files as it is in the documentation, and measure nothing."""
+    """Print the table of these JSON files in Markdown, and measure nothing."""
     quick: bool = False
     """Tiny networks that only show that everything works; on the CPU unless a device is named."""
 
@@ -87,7 +83,6 @@ class Bench:
         if self.quick:
             return Plan(self.repeats or 5, seconds=1, sample_seconds=0.005)
         if device == "cuda":
-            # Recorded launches are for steps that follow each other: many of them before the first, and in a sample.
             return Plan(self.repeats or 50, seconds=6, sample_seconds=0.05, warm_up=20)
         return Plan(self.repeats or 60, seconds=40)
 

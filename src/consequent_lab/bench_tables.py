@@ -1,15 +1,11 @@
-"""The table of README and docs/speed.md, from the JSON files of `consequent bench`, and which targets are met.
-
-`consequent bench --tables results/bench-h200.json results/bench-cpu.json` prints it, and the tests look for it in the
-pages.
-"""
+"""The table of `consequent bench`, from its JSON files, and which targets are met."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from consequent_lab.numbers import three_digits
 
-WAYS = {"step": '`at="step"`', "backward": '`at="backward"`', "refresh": "`refresh=10`"}
+WAYS = {"own": "own inputs", "averages": "averages, `refresh=10`"}
 
 
 def cost_table(records: Sequence[dict[str, Any]]) -> list[str]:
@@ -21,7 +17,7 @@ def cost_table(records: Sequence[dict[str, Any]]) -> list[str]:
                 what = "peak memory" if row["quantity"] == "memory" else row["mode"]
                 work = f"{row['task']}, {machine(record)}, {what}"
                 key = work.removesuffix(", eager") if record["device"]["type"] == "cpu" else work
-                lines.setdefault((key, row["baseline"]["name"], row["unit"]), {})[row.get("way") or "step"] = row
+                lines.setdefault((key, row["baseline"]["name"], row["unit"]), {})[row.get("way") or "own"] = row
     if not lines:
         return []
     head = ["| | plain |", *(f" {name} |" for name in WAYS.values()), " wanted |"]
@@ -31,11 +27,9 @@ def cost_table(records: Sequence[dict[str, Any]]) -> list[str]:
 def _cost_line(work: str, baseline: str, unit: str, ways: dict[str, dict[str, Any]]) -> str:
     other = next((row["baseline"]["value"] for row in ways.values() if row["baseline"]["value"] is not None), None)
     plain = f"{baseline} {'–' if other is None else f'{three_digits(other)} {unit}'}"
-    cells = [_ratio(ways.get(way)) for way in WAYS]
-    wanted = [f"{row['target']:g}" for way, row in ways.items() if way != "refresh" and row["target"] is not None][:1]
-    if (row := ways.get("refresh")) is not None and row["target"] is not None:
-        wanted.append(f"refresh {row['target']:g}")
-    return f"| {work} | {plain} | {' | '.join(cells)} | {', '.join(wanted) or '–'} |"
+    targets = {way: row["target"] for way, row in ways.items() if row["target"] is not None}
+    wanted = [f"{'averages ' if way == 'averages' else ''}{target:g}" for way, target in targets.items()]
+    return f"| {work} | {plain} | {' | '.join(_ratio(ways.get(way)) for way in WAYS)} | {', '.join(wanted) or '–'} |"
 
 
 def _ratio(row: dict[str, Any] | None) -> str:
@@ -44,9 +38,7 @@ def _ratio(row: dict[str, Any] | None) -> str:
     if row["ratio"] is None:
         return "failed"
     ratio = row["ratio"]
-    median = f"{ratio['median']:.2f}"
-    spread = f"{ratio['lower_quartile']:.2f}–{ratio['upper_quartile']:.2f}"
-    return f"{f'**{median}**' if row.get('best', True) else median} ({spread})"
+    return f"{ratio['median']:.2f} ({ratio['lower_quartile']:.2f}–{ratio['upper_quartile']:.2f})"
 
 
 def machine(record: dict[str, Any]) -> str:

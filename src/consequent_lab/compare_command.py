@@ -25,7 +25,7 @@ class Compare:
     csv: Path | None = None
     """Write all readings to this file, a row each."""
     tensorboard: Path | None = None
-    """Write all readings as TensorBoard's scalars to this folder, foresight by layer among them."""
+    """Write all readings as TensorBoard's scalars to this folder, gradients' norms by layer among them."""
 
     def __post_init__(self) -> None:
         if self.figure is not None and self.figure.suffix not in (".png", ".svg", ".pdf"):

@@ -158,8 +158,8 @@ def _series(run: KeptRun, metrics: Sequence[str]) -> Series:
 def scalars(line: Line) -> dict[str, float]:
     """Returns all numbers of a reading by name, those of layers with the names of these.
 
-    >>> scalars({"iteration": 3, "foresight": {"0": {"cosine": 0.5}}, "test_loss": None})
-    {'iteration': 3, 'foresight/0/cosine': 0.5}
+    >>> scalars({"iteration": 3, "gradient_norms": {"applied": {"0": 0.5}}, "test_loss": None})
+    {'iteration': 3, 'gradient_norms/applied/0': 0.5}
     """
     found: dict[str, float] = {}
     for name, value in line.items():

@@ -1,15 +1,7 @@
-"""What a config stands for on a device: the data, the model, the optimiser with or without its correction.
+"""What a config stands for on a device: the data, the model, the optimiser with or without its correction."""
 
-A correction keeps a few things in mind that are in no state dict: which layers it has looked at, where it looks next.
-They may decide between two ways of computing one number, which differ by rounding. To be able to go on bit for bit, a
-learner settles on a state, whether it comes from a checkpoint or was just written to one: the correction is attached
-anew and takes two steps that change nothing. Both then know the same.
-"""
-
-import contextlib
-import math
+import copy
 import warnings
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,8 +9,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from consequent.maths.bound import DEFAULT as BOUND
-from consequent.reports.counters import Counters
-from consequent.reports.errors import StandstillError
 from consequent_lab.augmentation import augmented
 from consequent_lab.datasets import Dataset, prepared
 from consequent_lab.learner import Learner, first_model, seed_number
@@ -29,9 +19,7 @@ from consequent_lab.rank_group import RankGroup
 from consequent_lab.samples import usual_loss
 from consequent_lab.schedules import rate_factor
 from consequent_lab.train_config import TrainConfig, is_own
-from consequent_lab.training_metrics import GradientNorms, Tally
-
-REHEARSED_STEPS = 2  # the correction looks at its layers in the first one, and may take its fast ways in the second
+from consequent_lab.training_metrics import Tally, gradient_norms
 
 
 class ConfiguredLearner(Learner):
@@ -69,8 +57,8 @@ class ConfiguredLearner(Learner):
         self.test_samples = data.test
         self.config = config
         self.tally = Tally(device, config.batch_size, self.per_epoch, None if ranks is None else ranks.add_up)
-        self.norms = GradientNorms(model, keep_plain=config.gradient_norms == "both")
         self._ranks = ranks
+        self._failed_before = 0
         if ranks is not None:
             self._called = ranks.wrap(model, device)
 
@@ -87,11 +75,6 @@ class ConfiguredLearner(Learner):
         self.learn(self.batch(iteration))
         self.tally.end(iteration)
 
-    def eager_step(self, indices: Tensor) -> None:
-        """Trains without a graph; that nothing is finite any more is seen, and ends the run, when metrics are read."""
-        with contextlib.suppress(StandstillError):
-            super().eager_step(indices)
-
     def loss(self, model: nn.Module, indices: Tensor) -> Tensor:
         """Returns the loss over this rank's share of the samples, and counts them."""
         inputs, targets = self._trained_on.take(indices if self._ranks is None else self._ranks.share(indices))
@@ -105,32 +88,24 @@ class ConfiguredLearner(Learner):
         if self._ranks is not None:
             self._ranks.share_buffers(self.model)
 
-    def counters(self) -> dict[str, int]:
-        """Returns what the correction counted; waits for the device."""
+    def failed(self) -> int:
+        """Returns how many factorisations of the correction failed; waits for the device."""
         correction = self.optimizers.correction
-        return {} if correction is None else asdict(correction.counters)
+        return self._failed_before + (0 if correction is None else correction.failed)
 
-    def foresight(self) -> dict[str, dict[str, float]]:
-        """Returns, by layer, how large the wanted and the produced change of its outputs was in the last step.
+    def gradient_norms(self, iteration: int) -> dict[str, dict[str, float]]:
+        """Returns norms of gradients by layer: what the optimiser got in the last step, and, if asked for, plain ones.
 
-        Beside their lengths, the cosines between what was wanted and the step, and what the plain gradient would have
-        had. Nothing if the last step was skipped.
+        Plain ones are those of backpropagation on the same mini-batch, with the weights of now.
         """
-        assert self.optimizers.correction is not None
-        try:
-            layers = self.optimizers.correction.foresight()
-        except RuntimeError:
-            return {}
-        return {
-            name: {
-                "wanted": _length(layer.wanted),
-                "produced": _length(layer.produced),
-                "cosine": layer.cosine,
-                "backprop_cosine": layer.backprop_cosine,
-            }
-            for name, _ in self.model.named_modules()  # in their order
-            if (layer := layers.get(name)) is not None
-        }
+        norms = {"applied": gradient_norms(self.model)}
+        if self.config.gradient_norms == "both":
+            twin = copy.deepcopy(self.model)  # which has no correction
+            twin.zero_grad()
+            with torch.random.fork_rng(devices=[self.samples.device] if self.samples.device.type == "cuda" else []):
+                super().loss(twin, self.batch(iteration)).backward()
+            norms["plain"] = gradient_norms(twin)
+        return norms
 
     # ---- state --------------------------------------------------------------------------------------------------
 
@@ -141,7 +116,7 @@ class ConfiguredLearner(Learner):
             "model": {name: _copied(tensor) for name, tensor in self.model.state_dict().items()},
             "optimizer": [{key: _copied(value) for key, value in state.items()} for state in self.optimizers.states],
             "tally": _copied(self.tally.values),
-            "counters": self.counters(),
+            "failed": self.failed(),
         }
 
     def settle(self, state: dict[str, Any] | None = None) -> None:
@@ -152,7 +127,7 @@ class ConfiguredLearner(Learner):
         except RuntimeError as error:
             raise ValueError(f"the checkpoint is of another model than {self.config.model} is now: {error}") from error
         self.forget_epoch()
-        self._attach_and_rehearse()
+        self._attach()
         if self._wants_graph:
             self._capture()
         self._restore(state)
@@ -171,23 +146,19 @@ class ConfiguredLearner(Learner):
                     else:
                         value.zero_()  # what every one of the optimisers starts from
             self.tally.values.copy_(state["tally"])
-        correction = self.optimizers.correction
-        if correction is not None:
-            counters = state["counters"] or asdict(Counters())
-            correction.load_state_dict({**correction.state_dict(), "counters": counters})
+        self._failed_before += state.get("failed", 0) - self.failed()
 
-    def _attach_and_rehearse(self) -> None:
-        self.norms.watch(self.optimizers.parts[0])  # first: it is to see the gradients before the correction does
+    def _attach(self) -> None:
+        """Attaches the correction, and takes a step of length 0, in which the optimiser makes what it keeps."""
         if self.config.consequentialist:
             self.optimizers.attach(
                 damping=self.config.damping,
                 relative_damping=self.config.relative_damping,
+                averaging=0,  # as in the paper
                 bound=None if self.config.damping is not None else BOUND,
-                foresight=self.config.foresight,
             )
         self.optimizers.schedule(0.0)
-        for _ in range(REHEARSED_STEPS):
-            self.eager_step(self._first_indices())
+        self.eager_step(self._first_indices())
         self.optimizers.schedule(1.0)
 
     def _capture(self) -> None:
@@ -198,7 +169,7 @@ class ConfiguredLearner(Learner):
                 raise
             warnings.warn(f"the step cannot be captured in a CUDA graph and is run as it is: {error}", stacklevel=2)
             self._wants_graph = False
-            self._attach_and_rehearse()
+            self._attach()
 
     def _first_indices(self) -> Tensor:
         return torch.arange(self.config.batch_size, device=self.samples.device)
@@ -234,7 +205,6 @@ def _what_changes(config: TrainConfig) -> str:
     changing = {
         f"the schedule {config.schedule}": config.schedule != "constant",
         "a warm-up": config.warm_up > 0,
-        "a step that is looked at (foresight)": config.foresight,
         f"the model {config.model}, which may draw random numbers,": is_own(config.model),
     }
     return next((what for what, is_there in changing.items() if is_there), "")
@@ -281,10 +251,6 @@ def build_optimizer(config: TrainConfig, model: nn.Module, *, capturable: bool) 
         betas=config.betas,
         capturable=capturable,
     )
-
-
-def _length(tensors: tuple[Tensor, ...]) -> float:
-    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -15,11 +15,7 @@ from torch.optim import Optimizer
 
 from consequent_lab.optimizers import Optimizers
 
-# PyTorch asks for at least 3 eager steps; the correction looks at its layers in the first ones.
-WARM_UP_STEPS = 5
-
-# Of the step's own kernels, higher than that of the correction's side streams, which are to take what is left over.
-PRIORITY = -1
+WARM_UP_STEPS = 5  # PyTorch asks for at least 3 eager steps
 
 
 class GraphedStep:
@@ -63,7 +59,7 @@ class GraphedStep:
         Not by torch.cuda.graph(), which collects garbage and gives the memory back each time: that costs more than all
         else where a step is captured often. The new graph has the memory of the old one.
         """
-        before, stream = torch.cuda.current_stream(), torch.cuda.Stream(priority=PRIORITY)
+        before, stream = torch.cuda.current_stream(), torch.cuda.Stream()
         stream.wait_stream(before)
         graph = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle() if self._graph is None else self._graph.pool()

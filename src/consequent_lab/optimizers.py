@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 import consequent
-from consequent import Consequentialism
+from consequent import Correction
 
 
 class Optimizers:
@@ -22,7 +22,7 @@ class Optimizers:
         self.parts = parts
         self._decay = decay
         self._factor = 1.0
-        self.correction: Consequentialism | None = None
+        self.correction: Correction | None = None
         self._model = model
         self._peaks = [float(group["lr"]) for group in self.param_groups]
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import forkserver, get_all_start_methods, get_context, parent_process
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 Report = Callable[[Any], None]
 
@@ -49,7 +49,7 @@ class Pool:
         self._workers = workers
         self._report = report
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Pool":
         self._messages = _context.SimpleQueue()  # whose messages are on their way before a call returns
         self._stop = _context.Event()
         self._flushed = threading.Event()

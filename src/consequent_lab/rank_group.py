@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 4 -m consequent_lab.cli train …
 
-Each rank takes its share of every mini-batch, so that the run is the one that a single process would train. The first
-rank alone writes the run's folder, and tells the others what it reads there.
+Each rank takes its share of every mini-batch. With a plain optimiser the run is then the one that a single process
+would train; C- versions correct on each rank with that rank's own samples. The first rank alone writes the run's
+folder, and tells the others what it reads there.
 """
 
 import os

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     Config = TypeVar("Config", bound=DataclassInstance)
 
 CHECKPOINT_SEAL = b"\nconsequent checkpoint, sha256 "  # and 64 digits; torch.load passes over what follows its archive
+FORMER_OPTIONS = {"foresight"}
 DIGITS = 9  # of numbers in the metrics: enough to tell any two float32 numbers apart
 
 
@@ -239,8 +240,9 @@ class RunFolder:
 def config_from(values: dict[str, Any], kind: "type[Config]", where: str) -> "Config":
     """Returns a config from what JSON made of it; options that did not exist when it was written have their defaults.
 
-    Errors name where it was read.
+    Former options that changed nothing in what was learnt are passed over. Errors name where it was read.
     """
+    values = {name: value for name, value in values.items() if name not in FORMER_OPTIONS}
     unknown = sorted(set(values) - {field.name for field in fields(kind)})
     if unknown:
         raise ValueError(f"{where}: {', '.join(unknown)} is no option of {kind.__name__}; made by another version?")

@@ -1,6 +1,5 @@
 """Plays the matches of the table of targets and sets them beside it, as what JSON can hold."""
 
-import math
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ def play(match: Match, device: str, plan: Plan, *, judge: bool) -> tuple[list[Re
     """Measures a match; an entrant that fails is left out, with its error. `met` is None where nothing is judged.
 
     Returns:
-        A line for each of ours in every comparison, and what was measured of every entrant.
+        A line for every comparison, and what was measured of every entrant.
     """
     errors: dict[str, str] = {}
     makers = {entrant.name: partial(TrainingStep, match.task, entrant, device) for entrant in match.entrants}
@@ -41,10 +40,10 @@ def play(match: Match, device: str, plan: Plan, *, judge: bool) -> tuple[list[Re
             errors[name] = "the loss is not finite: what was timed is no training"
             del timings.milliseconds[name]
     timings.errors |= errors
-    counters = {name: step.counters() for name, step in steps.items()}
+    failed = {name: step.failed for name, step in steps.items()}
     steps.clear()
     release_memory()
-    rows = [row for comparison in match.comparisons for row in compared(match, comparison, timings, memory, judge)]
+    rows = [compared(match, comparison, timings, memory, judge) for comparison in match.comparisons]
     return rows, {
         "name": match.name,
         "task": match.task.title,
@@ -57,7 +56,7 @@ def play(match: Match, device: str, plan: Plan, *, judge: bool) -> tuple[list[Re
                 "name": name,
                 "milliseconds": asdict(Quartiles.of(times)) if (times := timings.milliseconds.get(name)) else None,
                 "memory_mib": asdict(memory[name]) if name in memory else None,
-                "counters": counters.get(name),
+                "failed": failed.get(name),
                 "error": timings.errors.get(name),
             }
             for name in (entrant.name for entrant in match.entrants)
@@ -67,28 +66,22 @@ def play(match: Match, device: str, plan: Plan, *, judge: bool) -> tuple[list[Re
 
 def compared(
     match: Match, comparison: Comparison, timings: Timings, memory: dict[str, PeakMemory], judge: bool
-) -> list[Record]:
-    """Returns a line for each of ours; the best one, the first where none was measured, is held against the target."""
-    ratios = [_ratio(comparison, ours, timings, memory) for ours in comparison.ours]
-    medians = [math.inf if one["ratio"] is None else one["ratio"]["median"] for one in ratios]
-    best = medians.index(min(medians))
-    ways = {entrant.name: entrant.way for entrant in match.entrants}
-    rows = []
-    for place, (ours, ratio) in enumerate(zip(comparison.ours, ratios, strict=True)):
-        is_judged = judge and place == best and comparison.target is not None and ratio["ratio"] is not None
-        rows.append(
-            {"name": match.name, "task": match.task.title, "mode": match.mode, "quantity": comparison.quantity}
-            | {"unit": "MiB" if comparison.quantity == "memory" else "ms", "way": ways.get(ours, "")}
-            | ratio
-            | {"best": place == best, "target": comparison.target}
-            | {"met": medians[place] <= comparison.target if is_judged and comparison.target is not None else None}
-        )
-    return rows
+) -> Record:
+    """Returns the line of a comparison."""
+    found, target = _ratio(comparison, timings, memory), comparison.target
+    is_judged = judge and target is not None and found["ratio"] is not None
+    return (
+        {"name": match.name, "task": match.task.title, "mode": match.mode, "quantity": comparison.quantity}
+        | {"unit": "MiB" if comparison.quantity == "memory" else "ms"}
+        | {"way": next((entrant.way for entrant in match.entrants if entrant.name == comparison.ours), "")}
+        | found
+        | {"target": target, "met": found["ratio"]["median"] <= target if is_judged else None}
+    )
 
 
-def _ratio(comparison: Comparison, ours: str, timings: Timings, memory: dict[str, PeakMemory]) -> Record:
+def _ratio(comparison: Comparison, timings: Timings, memory: dict[str, PeakMemory]) -> Record:
     """Returns the numbers of ours and of the other (milliseconds or mebibytes), or why there are none."""
-    sides = {"ours": ours, "baseline": comparison.baseline}
+    sides = {"ours": comparison.ours, "baseline": comparison.baseline}
     samples = timings.milliseconds
     errors = [f"{name}: {timings.errors[name]}" for name in sides.values() if name in timings.errors]
     if comparison.quantity == "memory":

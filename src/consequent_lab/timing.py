@@ -126,7 +126,7 @@ class PeakMemory:
     """Most mebibytes that PyTorch held at once: model, optimiser, batch, activations and workspaces."""
 
     first_steps: float  # when everything is made and looked at for the first time
-    later: float  # those in which a correction records its launches among them: their memory is not counted in replays
+    later: float
 
 
 def peak_memory(make_step: Callable[[], Callable[[], object]], first: int = 2, later: int = 6) -> PeakMemory:

@@ -73,10 +73,8 @@ class TrainConfig:
     """Evaluate on the full training set, too, not on the test set alone."""
     validation: float = 0.0
     """Hold out this fraction of the training set, and evaluate on it instead of the test set, as a search does."""
-    foresight: bool = False
-    """C- versions: also read how much each layer's outputs should change, and do; costs some time in every step."""
     gradient_norms: Literal["none", "applied", "both"] = "applied"
-    """Norms by layer of the gradient that the optimiser gets; both: of the plain one, too, which costs a little."""
+    """Norms by layer of the gradient that the optimiser gets; both: of the plain one, too."""
     checkpoint_every: int = 1000
     """Iterations between two checkpoints at most; there is one a minute, and one on Ctrl-C, in any case."""
     graph: bool | None = None
@@ -107,10 +105,6 @@ class TrainConfig:
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
         if not 0 <= self.validation < 1:
             raise ValueError(f"validation must be a fraction in [0, 1), got {self.validation}")
-        if self.foresight and not self.consequentialist:
-            raise ValueError(
-                "foresight is of the correction, and --no-consequentialist has none: leave out one of both"
-            )
         if self.optimiser == "nesterov" and self.momentum == 0:
             raise ValueError("nesterov needs a momentum above 0")
         if not all(0 <= beta < 1 for beta in self.betas):

@@ -8,9 +8,9 @@ loss is no longer finite. Every reading is a line of metrics:
     batch_loss, batch_accuracy    of the last mini-batch, before its step (the paper's reading, every 100 iterations)
     running_loss, running_accuracy    over the mini-batches of this epoch so far
     epoch_loss, epoch_accuracy    over those of the last complete epoch; absent in the first
-    gradient_norms                by layer: "applied", what the optimiser got, and "plain", what backpropagation left
-    counters                      of the correction
-    foresight                     by layer, if asked for: the wanted and the produced change of outputs, and cosines
+    gradient_norms                by layer: "applied", what the optimiser got, and "plain", what backpropagation gives
+                                  on the same mini-batch after the step
+    failed                        factorisations of the correction, so far
     train_loss, train_accuracy    over the full training set, where it is evaluated, as are
     forgotten                     samples of it that were correct at the last evaluation and are not now
     test_loss, test_accuracy      or validation_loss and validation_accuracy, where a part was held out
@@ -181,11 +181,9 @@ class _Training:
         if self._iteration > 0:
             line |= self._learner.tally.read(self._iteration)
             if self._config.gradient_norms != "none":
-                line["gradient_norms"] = self._learner.norms.read()
+                line["gradient_norms"] = self._learner.gradient_norms(self._iteration - 1)
             if self._config.consequentialist:
-                line["counters"] = self._learner.counters()
-            if self._config.foresight:
-                line["foresight"] = self._learner.foresight()
+                line["failed"] = self._learner.failed()
         # A loss that is not finite needs no evaluation, which would only say so again.
         if self._is_due(self._evaluate_every) and math.isfinite(line.get("batch_loss", 0.0)):
             line |= self._evaluate()
@@ -213,18 +211,15 @@ class _Training:
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        learner = self._learner.state_dict()
         state = {
             "iteration": self._iteration,
             "seconds": self._seconds,
             "data": self._fingerprint,
             "remembered": None if self._remembered is None else self._remembered.cpu(),
-            "learner": learner,
+            "learner": self._learner.state_dict(),
         }
         self._folder.save_checkpoint(state)
         self._saved_at = time.perf_counter()
-        if self._iteration < self._total and not self._learner.is_graphed:
-            self._learner.settle(learner)  # and goes on as a run that is resumed from here
 
     def _take_over(self, state: dict[str, Any]) -> None:
         if state["data"] != self._fingerprint:

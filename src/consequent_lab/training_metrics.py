@@ -1,12 +1,9 @@
 """What is read while a model trains. Counting stays on the device; the host waits only where it reads."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from consequent_lab.samples import is_correct
 
@@ -55,41 +52,13 @@ class Tally:
         return means
 
 
-class GradientNorms:
-    """Norms of the gradients, by layer; also, if kept, of what backpropagation left before a correction rewrote it."""
-
-    def __init__(self, model: nn.Module, *, keep_plain: bool) -> None:
-        named = dict(model.named_parameters())
-        self._parameters = list(named.values())
-        self._layers = [name.rpartition(".")[0] for name in named]
-        self._plain = torch.zeros(len(named), device=self._parameters[0].device) if keep_plain else None
-        self._hook: RemovableHandle | None = None
-
-    def watch(self, optimizer: Optimizer) -> None:
-        """Looks at gradients before each step; to be called before a correction is attached."""
-        if self._hook is not None:
-            self._hook.remove()
-        if self._plain is not None:
-            self._hook = optimizer.register_step_pre_hook(self._note)
-
-    def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        assert self._plain is not None
-        self._plain.copy_(self._norms())
-
-    @torch.no_grad()
-    def _norms(self) -> Tensor:
-        gradients = [p.grad if p.grad is not None else p.new_zeros(()) for p in self._parameters]
-        return torch.stack(torch._foreach_norm(gradients))
-
-    def read(self) -> dict[str, dict[str, float]]:
-        """Returns the norms of the last step: of the gradients that the optimiser got and, if kept, the plain ones."""
-        norms = {"applied": self._by_layer(self._norms())}
-        if self._plain is not None:
-            norms["plain"] = self._by_layer(self._plain)
-        return norms
-
-    def _by_layer(self, norms: Tensor) -> dict[str, float]:
-        squares: dict[str, float] = {}
-        for layer, norm in zip(self._layers, norms.tolist(), strict=True):
-            squares[layer] = squares.get(layer, 0.0) + norm**2
-        return {layer: square**0.5 for layer, square in squares.items()}
+@torch.no_grad()
+def gradient_norms(model: nn.Module) -> dict[str, float]:
+    """Returns the norm of the gradient of each layer's parameters, by the layer's name."""
+    named = dict(model.named_parameters())
+    gradients = [p.grad if p.grad is not None else p.new_zeros(()) for p in named.values()]
+    squares: dict[str, float] = {}
+    for name, norm in zip(named, torch.stack(torch._foreach_norm(gradients)).tolist(), strict=True):
+        layer = name.rpartition(".")[0]
+        squares[layer] = squares.get(layer, 0.0) + norm**2
+    return {layer: square**0.5 for layer, square in squares.items()}

@@ -5,11 +5,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tyro
-from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -25,16 +23,14 @@ from consequent_lab.screen import console
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48
-BAR_WIDTH = 24  # of a change that is exactly as wanted
-LONGEST_BAR = 36
 
 
 @dataclass(frozen=True)
 class Watch:
-    """Show a run's loss, its speed, and how much each layer's outputs change against what was wanted.
+    """Show a run's loss and its speed.
 
-    On a terminal it is live until the run ends or Ctrl-C is pressed; elsewhere it is shown once. The layers are there
-    if the run was started with --foresight. Watching needs nothing but the run's folder and does not disturb it.
+    On a terminal it is live until the run ends or Ctrl-C is pressed; elsewhere it is shown once. Watching needs nothing
+    but the run's folder and does not disturb it.
     """
 
     place: tyro.conf.Positional[Path] = Path("runs")
@@ -111,7 +107,7 @@ def picture_of(run: TrainedRun) -> RenderableType:
             shown = f"{100 * curve[-1]:.2f} %" if is_accuracy else three_digits(curve[-1])
             facts.add_row(word, Text.assemble((sparkline(curve, log=not is_accuracy), "cyan"), f"  {shown}"))
     title = Text(run.config.title, style="bold")
-    return Panel(Group(facts, _layers(run)), title=title, title_align="left", expand=False)
+    return Panel(facts, title=title, title_align="left", expand=False)
 
 
 def _progress(run: TrainedRun, total: int | None) -> RenderableType:
@@ -139,49 +135,6 @@ def _speed(run: TrainedRun) -> float | None:
     if len(timed) < 2 or timed[-1][1] <= timed[0][1]:
         return None
     return float((timed[-1][0] - timed[0][0]) / (timed[-1][1] - timed[0][1]))
-
-
-def _layers(run: TrainedRun) -> RenderableType:
-    line = next((line for line in reversed(run.lines) if line.get("foresight")), None)
-    if line is None:
-        can_be = run.config.consequentialist
-        what = "train with --foresight to see it" if can_be else "a plain optimiser foresees nothing"
-        is_soon = run.config.foresight and not run.is_finished
-        return Text(f"\nlayers: {'not read yet' if is_soon else what}", style="dim")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title_justify="left", title_style="")
-    table.title = f"\nchange of outputs at iteration {line['iteration']:,}, produced against wanted (│)"
-    table.add_column("layer")
-    table.add_column("", min_width=LONGEST_BAR)
-    for heading in ("produced\n/ wanted", "cosine", "of plain\ngradient"):
-        table.add_column(heading, justify="right")
-    for name, layer in line["foresight"].items():
-        ratio = _ratio(layer)
-        cosines = [_number(layer[key], ".3f") for key in ("cosine", "backprop_cosine")]
-        table.add_row(name or "the model", change_bar(ratio), _number(ratio, ".2f"), *cosines)
-    return table
-
-
-def _ratio(layer: dict[str, Any]) -> float | None:
-    wanted, produced = layer["wanted"], layer["produced"]
-    return produced / wanted if wanted and produced is not None else None
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
-
-
-def change_bar(ratio: float | None) -> Text:
-    """Returns a bar as long as the produced change, with a mark where it would be the wanted one.
-
-    >>> change_bar(0.5).plain, change_bar(1.25).plain
-    ('━━━━━━━━━━━━            │', '━━━━━━━━━━━━━━━━━━━━━━━━│━━━━━')
-    """
-    length = min(LONGEST_BAR, round(BAR_WIDTH * (ratio or 0.0)))
-    inside, beyond = min(length, BAR_WIDTH), max(0, length - BAR_WIDTH - 1)
-    bar = Text(no_wrap=True).append("━" * inside, style="cyan")
-    bar.append(" " * (BAR_WIDTH - inside))
-    bar.append("│", style="bold")
-    return bar.append("━" * beyond, style="yellow")
 
 
 def sparkline(values: Sequence[float], log: bool, width: int = CURVE_WIDTH) -> str:

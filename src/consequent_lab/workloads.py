@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class Entrant:
     model: Callable[[], nn.Module]
     optimizer: str  # one of torch's, as `plain_optimizer` calls it
     correction: dict[str, Any] | None = None  # options of `consequent.attach`; None is the plain one
-    way: str = ""  # in which it is corrected: "step", "backward", or now and then, "refresh"
+    way: str = ""  # in which it is corrected: with each mini-batch's "own" inputs, or by "averages"
 
 
 class TrainingStep:
@@ -81,8 +81,7 @@ class TrainingStep:
         self._optimizer.step()
         return loss.detach()
 
-    def counters(self) -> dict[str, int]:
-        """Returns what the correction counted so far; nothing of a plain entrant, nor of a graph, which replays."""
-        if self._correction is None or self._graphed is not None:
-            return {}
-        return asdict(self._correction.counters)
+    @property
+    def failed(self) -> int:
+        """How many factorisations failed so far; 0 of a plain entrant, and of a graph, which replays."""
+        return 0 if self._correction is None or self._graphed is not None else self._correction.failed

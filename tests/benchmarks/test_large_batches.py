@@ -30,33 +30,17 @@ def test_the_table_of_the_page_is_in_the_results():
     lines = [line for line in PAGE.splitlines() if line.startswith("| ")]
     heads, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     columns = [head.replace(",000", "000").removesuffix(" at each step") for head in heads[1:]]
-    assert len(rows) == 9
+    assert len(rows) == 7
     for name, *cells in rows:
-        name = name.removeprefix("plain ").removesuffix(", the default").removesuffix(", `relative_damping=0.1`")
+        name = name.removeprefix("plain ").removesuffix(", the default")
         name = re.sub(r"`relative_damping=(\d+)`", r"ρ = \1", name).replace(AVERAGED, "averaged")
         assert [known[name][column] for column in columns] == cells
 
 
 def test_the_numbers_in_the_text_are_in_the_results():
-    ends, after_75, gains, digits = tables().values()
-    no_bound = ends["C-SGD 0.1, no bound"]["batch 500, 2000 samples"].split()[0]
-    assert f"without it 0.970 is {no_bound}" in PROSE
+    ends = next(iter(tables().values()))
     pair = [ends[f"C-SGD 0.1{which}"]["batch 500, new samples"].split()[0] for which in (", averaged", "")]
     assert "new samples are learned to {} instead of {}".format(*pair) in PROSE
-    new = [ends[name]["batch 64, new samples"].split()[0] for name in ("C-Adam 0.003", "Adam 0.003")]
-    assert "(batch 64: {}, Adam {})".format(*new) in PROSE
-    first, tenth = (gains["C-SGD 0.1, batch 500"][step].split()[0] for step in ("step 0", "step 10"))
-    assert f"was {float(first):.0f} times that at first and at batches of 500 {float(tenth):.0f} times after" in PROSE
-    names = ("C-Adam 0.003", "Adam 0.003", "Adam 0.01")
-    early = [after_75[name]["batch 500, 2000 samples"].split()[0] for name in names]
-    assert "After 75 steps C-Adam 0.003 has {} and Adam {}, but Adam 0.01 has {}".format(*early) in PROSE
-    right, wrong = list(digits["Adam 0.003"])[1], list(digits["Adam 0.003"])[3]
-    assert "500" in right
-    assert "500" in wrong
-    mistakes = [digits[name][head].split()[0] for head in (right, wrong) for name in ("C-Adam 0.003", "Adam 0.003")]
-    assert "has {} % mistakes and Adam {} %, but {} % and {} % if one label".format(*mistakes) in PROSE
-    low = [digits[name][wrong].split()[0] for name in ("C-Adam 0.001", "Adam 0.001")]
-    assert "a rate of 0.001 did: {} %, Adam {} %".format(*low) in PROSE
 
 
 def test_the_gain_of_plain_steps_is_the_largest_eigenvalue_of_their_kernel():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-FENCED = re.compile(r"(?:^<!-- not run: ([^\n]*) -->\n)?^( *)```(\w*)\n(.*?)^\2```$", re.M | re.S)
+FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
 
 
 @dataclass(frozen=True)
@@ -17,23 +17,18 @@ class Block:
     Attributes:
         language: what stands behind the opening ```.
         code: what is in it.
-        not_run: why it cannot run here, as the page says in a comment before it.
         line: on which line of the page the code begins.
     """
 
     language: str
     code: str
-    not_run: str
     line: int
 
 
 def blocks(page, *languages):
     """The blocks of a page in some languages."""
     text = page.read_text()
-    found = [
-        Block(match[3], match[4], match[1] or "", text.count("\n", 0, match.start(4)) + 1)
-        for match in FENCED.finditer(text)
-    ]
+    found = [Block(match[2], match[3], text.count("\n", 0, match.start(3)) + 1) for match in FENCED.finditer(text)]
     return [block for block in found if block.language in languages]
 
 

@@ -7,7 +7,6 @@ from contextlib import redirect_stdout
 
 import pytest
 import torch
-import torch.distributed as dist
 import tyro
 from pages import PAGES, ROOT, blocks
 from torch import nn
@@ -15,59 +14,25 @@ from torch import nn
 import consequent
 from consequent_lab.cli import commands
 
-RUN_ELSEWHERE = {"recipes.md"}  # by tests/test_recipes.py, which looks at what comes out as well
-NOT_RUN = {"speed.md": 1, "distributed.md": 1}  # blocks that say why
+RUN_ELSEWHERE = {"recipes.md", "train.md"}  # by tests that look at what comes out as well
 
 
 def python_pages():
-    return [page for page in PAGES if blocks(page, "python", "diff") and page.name not in RUN_ELSEWHERE]
-
-
-@pytest.fixture
-def one_rank(tmp_path):
-    """A process group of this process alone, and the names of docs/distributed.md."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-    from torch.nn.parallel import DistributedDataParallel
-
-    yield {
-        "DistributedDataParallel": DistributedDataParallel,
-        "dcp": dcp,
-        "get_state_dict": get_state_dict,
-        "folder": tmp_path / "checkpoint",
-    }
-    dist.destroy_process_group()
+    return [page for page in PAGES if blocks(page, "python") and page.name not in RUN_ELSEWHERE]
 
 
 @pytest.mark.parametrize("page", python_pages(), ids=lambda page: page.name)
-@pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
-def test_the_code_of_a_page_runs_in_order(page, tmp_path, monkeypatch, request):
+def test_the_code_of_a_page_runs_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names = {"__name__": "page"}
-    if page.name in ("README.md", "distributed.md"):
-        names |= {"torch": torch, "consequent": consequent, "model": nn.Linear(3, 2)}
-    if page.name == "distributed.md":
-        names |= request.getfixturevalue("one_rank")
-    for block in blocks(page, "python", "diff"):
-        if block.not_run:
-            compile(block.code, str(page), "exec")
-            continue
-        code = block.code
-        if block.language == "diff":
-            code = "".join(line[2:] for line in code.splitlines(keepends=True))
-        if page.name == "distributed.md" and "correction" in names and "attach" in code:
-            names.pop("correction").detach()
-            names["model"] = names["model"].module
-        exec(compile("\n" * (block.line - 1) + code, str(page), "exec"), names)
+    if page.name == "README.md":
+        names["model"] = nn.Linear(3, 2)
+    for block in blocks(page, "python"):
+        exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), names)
 
 
-def test_only_these_blocks_are_not_run():
-    assert {page.name: count for page in PAGES if (count := sum(bool(b.not_run) for b in blocks(page, "python")))} == (
-        NOT_RUN
-    )
-    # … and no fence is missed by the pattern
+def test_no_block_is_missed():
     for page in PAGES:
         assert page.read_text().count("```python") == len(blocks(page, "python")), page.name
 
@@ -81,7 +46,6 @@ def test_only_these_blocks_are_not_run():
         ("0.5", True, "without the line, and # with it"),
     ],
 )
-@pytest.mark.usefixtures("bounded")
 def test_the_first_script_learns_as_the_page_says(rate, added, told):
     page = ROOT / "docs" / "index.md"
     (code,) = (block.code for block in blocks(page, "python") if "# the one added line" in block.code)
@@ -98,7 +62,7 @@ def test_the_first_script_learns_as_the_page_says(rate, added, told):
 
 def test_the_table_of_foresight_is_what_the_code_before_it_prints():
     page = ROOT / "docs" / "index.md"
-    (code,) = (block.code for block in blocks(page, "python") if "print(correction.foresight())" in block.code)
+    (code,) = (block.code for block in blocks(page, "python") if "print(consequent.foresight(" in block.code)
     (table,) = (block.code for block in blocks(page, "") if "cosine between" in block.code)
     said = io.StringIO()
     with redirect_stdout(said):

@@ -1,27 +1,23 @@
-"""Random training loops from a seed: a list of actions, each of which can be done to the library and to the reference.
+"""Random training loops from a seed: lists of actions, which are done to the library and to the reference alike.
 
-A side (``run.Library``, ``reference.Reference``) has a model and says what ``backward``, ``zero``, ``scale``, ``clip``
-and ``edit`` do to its gradients. The actions are the same for both, so that only the gradients can differ.
+A side (``run.Library``, ``reference.Reference``) has a model, whose ``.grad`` the actions empty, scale, clip and edit,
+and says what ``backward`` and ``step`` do.
 """
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 
 import torch
 
-from fuzz.nets import TASKS, solved_together
+from fuzz.nets import TASKS
 
-EDITED = 0.2  # how often gradients are edited in a step that allows it
-REDUCTIONS = {"mean": "mean", "sum": "sum", "2.5": 2.5, "2n + 3": lambda samples: 2 * samples + 3}
-
-
-# ---- actions --------------------------------------------------------------------------------------------------------
+EDITS = [("scale", 0.1), ("scale", -2.0), ("clip", 0.1), ("clip", 10.0), ("clamp", 1e-2), ("entry", 0.1)]
 
 
 @dataclass
 class Zero:
     """Empty the gradients."""
 
-    how: str  # "none", "zeros", "data" (zeros that leave no trace), "model", "by hand"
+    how: str  # "none", "zeros" or "model"
 
     def do(self, side, net):
         side.zero(self.how)
@@ -29,14 +25,13 @@ class Zero:
 
 @dataclass
 class Freeze:
-    """From now on a parameter is trained, or not; after its gradient was thrown away."""
+    """From now on a parameter is trained, or not."""
 
     name: str
     is_trained: bool
 
     def do(self, side, net):
-        side.zero("none")
-        side.freeze(self.name, self.is_trained)
+        side.model.get_parameter(self.name).requires_grad_(self.is_trained)
 
 
 @dataclass
@@ -52,52 +47,47 @@ class Pass:
     penalties: tuple = ()  # (name, strength) of L2 penalties on parameters
     checkpoint: str | None = None  # "reentrant" or "saved"
     asked: str | None = None  # torch.autograd.grad before the backward pass, of "inputs" or "parameters"
+    differentiated: str | None = None  # a penalty on the gradient of "inputs" or "parameters"
     only: tuple | None = None  # names of the parameters that ``backward(inputs=…)`` is for; None: all
     retain: bool = False  # the graph is kept for Again
     backward: bool = True  # False: the forward pass is given up, or waits for Again
+    spoilt: str | None = None  # NaN in the "inputs", or the "loss" is infinite
 
     def do(self, side, net):
-        x, y = batches(self, side, net)
-        if self.checkpoint == "reentrant" or self.asked == "inputs":
+        batches = (net.inputs(self.samples, self.seed), net.inputs(self.others, self.seed + 1))
+        x, y = (batch.float().to(side.dtype) for batch in batches)  # the same numbers in either dtype
+        if self.spoilt == "inputs":
+            x[-1] = torch.nan
+        if self.checkpoint == "reentrant" or "inputs" in (self.asked, self.differentiated):
             x, y = x.requires_grad_(), y.requires_grad_()
         side.use_checkpoints(self.checkpoint)
         outputs = TASKS[self.task](side.model, x, y)
         side.use_checkpoints(None)
-        loss = self.factor * loss_of(outputs, self.seed, self.mask)
-        parameters = dict(side.model.named_parameters())
+        loss = loss_of(outputs, self.seed, self.mask)
         for name, strength in self.penalties:
-            loss = loss + self.factor * strength * parameters[name].square().sum()
+            loss = loss + strength * side.model.get_parameter(name).square().sum()
+        loss = self.factor * loss
+        if self.spoilt == "loss":
+            loss = loss * torch.inf
+        wanted = {"inputs": [x, y], "parameters": [p for p in side.model.parameters() if p.requires_grad]}
         if self.asked is not None:
-            side.ask_for_gradients(loss, x if self.asked == "inputs" else None)
+            torch.autograd.grad(loss, wanted[self.asked], retain_graph=True, allow_unused=True)
+        if self.differentiated is not None:
+            slopes = torch.autograd.grad(loss, wanted[self.differentiated], create_graph=True, allow_unused=True)
+            loss = loss + 0.1 * sum(slope.square().sum() for slope in slopes if slope is not None)
         if self.retain:
             side.pending.append((outputs, self))
-        if not self.backward:
-            return
-        note_penalties(side, self.penalties)
-        side.backward(loss, retain_graph=self.retain, only=self.only)
+        if self.backward:
+            side.backward(loss, self.retain, self.only, is_plain=self.differentiated is not None)
 
 
 @dataclass
 class Again:
-    """A backward pass, a second one of another loss perhaps, through the forward pass whose graph was kept."""
+    """A backward pass, of another loss, through the forward pass whose graph was kept."""
 
     def do(self, side, net):
         outputs, first = side.pending.pop()
         side.backward(first.factor * loss_of(outputs, first.seed + 1, "none"))
-
-
-@dataclass
-class PenaltyAlone:
-    """A backward pass that goes through no layer."""
-
-    penalties: tuple
-    factor: float
-
-    def do(self, side, net):
-        parameters = dict(side.model.named_parameters())
-        loss = sum(strength * parameters[name].square().sum() for name, strength in self.penalties)
-        note_penalties(side, self.penalties)
-        side.backward(self.factor * loss)
 
 
 @dataclass
@@ -108,97 +98,63 @@ class Evaluate:
 
     def do(self, side, net):
         with torch.no_grad():
-            side.model(data(net, net.sizes[-1], self.seed, side.dtype))
-
-
-@dataclass
-class Scale:
-    """Multiply all gradients, as a GradScaler does when it unscales."""
-
-    factor: float
-
-    def do(self, side, net):
-        side.scale(self.factor)
-
-
-@dataclass
-class Clip:
-    """``clip_grad_norm_`` of all parameters, or of each layer by itself."""
-
-    limit: float
-    by_layer: bool
-
-    def do(self, side, net):
-        for names in side.joined() if self.by_layer else [None]:
-            side.clip(self.limit, names)
+            side.model(net.inputs(net.sizes[-1], self.seed).to(side.dtype))
 
 
 @dataclass
 class Edit:
-    """A change of the gradients that no factor describes."""
+    """A change of all gradients: "scale", "clip" to a norm, or "clamp"; or of an "entry" of each."""
 
-    how: str  # "clip" or "entry"
+    how: str
     amount: float
 
     def do(self, side, net):
-        side.edit(self.change)
-
-    def change(self, name, grad):
+        parameters = [p for p in side.model.parameters() if p.requires_grad and p.grad is not None]
         if self.how == "clip":
-            return grad.clamp_(-self.amount, self.amount)
-        if "weight" in name:
-            grad.view(-1)[grad.numel() // 2] += self.amount
-        return grad
+            torch.nn.utils.clip_grad_norm_(parameters, self.amount)
+        for p in parameters:
+            if self.how == "scale":
+                p.grad.mul_(self.amount)
+            elif self.how == "clamp":
+                p.grad.clamp_(-self.amount, self.amount)
+            elif self.how == "entry":
+                p.grad[tuple(size // 2 for size in p.grad.shape)] += self.amount
 
 
 @dataclass
 class Step:
-    """The optimiser's step; with a closure, what comes before is done inside of it."""
+    """The steps of the optimisers; with a closure, what comes before is done inside of the first one's."""
 
-    body: tuple
-    closure: bool
-    spoilt: bool = False  # NaN gets into a gradient before it, so that it is not taken
+    body: list
+    closure: bool = False
+    both: bool = True  # whether the second optimiser, if there is one, takes a step as well
+    taken: bool = True  # False: the steps are left out, as a scaler does if a gradient is not finite
     reloaded: bool = False  # before all of it the correction is saved, and another one goes on from that
 
     def do(self, side, net):
         def closure():
             for action in self.body:
                 action.do(side, net)
-            if self.spoilt:
-                side.spoil()
+                side.note(action)
+            return 0.0
 
         if self.reloaded:
             side.reload()
-        side.step(closure, self.closure)
-
-
-def note_penalties(side, penalties):
-    if hasattr(side, "penalised"):
-        side.penalised |= {name for name, _ in penalties}
-
-
-def data(net, samples, seed, dtype):
-    return net.inputs(samples, torch.Generator().manual_seed(seed)).float().to(dtype)  # the same numbers in both
-
-
-def batches(action, side, net):
-    x = data(net, action.samples, action.seed, side.dtype)
-    return x, data(net, action.others, action.seed + 1, side.dtype)
+        if not (self.closure and self.taken):
+            closure()
+        if self.taken:
+            side.step(closure if self.closure else None, self.both)
+            side.note(self)
+        side.pending.clear()
 
 
 def loss_of(outputs, seed, mask):
     """A mean over samples of a half of squared errors; some samples may not count."""
-    generator = torch.Generator().manual_seed(seed)
-    total = 0
+    generator, total = torch.Generator().manual_seed(seed), 0
     for output in outputs:
         target = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
-        errors = 0.5 * (output - target).square()
-        if mask == "all":
-            errors = errors * 0
-        elif mask == "some":
-            errors = errors * (torch.rand(errors.shape[:1], generator=generator) < 0.5).view(
-                -1, *[1] * (errors.ndim - 1)
-            )
+        counts = torch.rand(output.shape[:1], generator=generator) < {"none": 2, "some": 0.5, "all": -1}[mask]
+        errors = 0.5 * (output - target).square() * counts.view(-1, *[1] * (output.ndim - 1))
         total = total + errors.sum() / len(output)
     return total
 
@@ -206,146 +162,82 @@ def loss_of(outputs, seed, mask):
 # ---- loops ----------------------------------------------------------------------------------------------------------
 
 
-def make_loop(rng, net, damping, dtype, steps=None):
-    """A list of actions, each step of which begins with Zero where that is needed."""
-    actions = []
-    for step in range(steps or rng.choice([1, 1, 2, 3])):
-        body = body_of_a_step(rng, net, damping, dtype)
-        if step > 0 or rng.random() < 0.3:
-            body = [Zero(rng.choice(["none", "zeros", "model", "by hand"])), *body]
-        if rng.random() < 0.15:  # passes that come to nothing
-            body = [*body[:1] * (step > 0), make_pass(rng, net), Zero(rng.choice(["none", "zeros"])), *body]
-        actions.append(Step(tuple(body), closure=rng.random() < 0.15))
-    return actions
+def make_loop(rng, net, mode, is_bounded):
+    """A list of steps, each of which begins with Zero where that is needed."""
+    steps = []
+    for number in range(rng.randint(3, 6) if mode == "averages" else rng.choice([1, 1, 2, 3])):
+        body = make_body(rng, net, mode, is_bounded)
+        if rng.random() < 0.1:  # a pass that comes to nothing
+            body = [make_pass(rng, net, mode, is_bounded), Zero(rng.choice(["none", "zeros"])), *body]
+        if number > 0 or rng.random() < 0.3:
+            body = [Zero(rng.choice(["none", "zeros", "model"])), *body]
+        taken = is_bounded or rng.random() < 0.9
+        if not taken:
+            body.append(replace(make_pass(rng, net, mode), spoilt=rng.choice(["inputs", "loss"])))
+        steps.append(Step(body, rng.random() < 0.15, rng.random() < 0.8, taken, rng.random() < 0.1))
+    names = trained_names(net)
+    if len(names) > 1 and rng.random() < 0.2:  # one of them is frozen for a while
+        name, when = rng.choice(names), sorted(rng.choices(range(1, len(steps) + 1), k=2))
+        for place, is_trained in zip(when, (False, True), strict=True):
+            if place < len(steps):
+                steps[place].body.insert(1, Freeze(name, is_trained))
+    return steps
 
 
-def freeze_for_a_while(rng, net, actions):
-    """Let one parameter of a layer, of which another is trained, be frozen in a step and trained again in a later one.
-
-    Penalties are left alone, which may be all that a backward pass is for.
-    """
-    names = {p: name for name, p in net.model.named_parameters() if p.requires_grad}
-    layers = [[p for p in together if p in names] for together in solved_together(net.model)]
-    layers = [together for together in layers if len(together) > 1]
-    if not layers or len(actions) < 2 or any(getattr(i, "penalties", ()) for action in actions for i in action.body):
-        return
-    name = names[rng.choice(rng.choice(layers))]
-    when = sorted(rng.choices(range(1, len(actions) + 1), k=2))  # the last of them: never
-    for place, is_trained in zip(when, (False, True), strict=True):
-        if place < len(actions):
-            actions[place].body = (Freeze(name, is_trained), *actions[place].body)
-
-
-def body_of_a_step(rng, net, damping, dtype):
+def make_body(rng, net, mode, is_bounded):
+    """What comes before a step."""
     factor = rng.choice([1.0, 1.0, 1.0, 64.0])
-    penalties = make_penalties(rng, net) if rng.random() < 0.25 else ()
-    number = damping[1] if isinstance(damping, tuple) else damping
-    edited = not penalties and number >= 0.1 and rng.random() < EDITED
+    penalties, names = (), trained_names(net)
+    if rng.random() < 0.25:
+        strength = rng.choice([1e-5, 1e-3, 1e-1])
+        penalties = tuple((name, strength) for name in (names if rng.random() < 0.5 else rng.sample(names, 1)))
     body = []
     for _ in range(rng.choice([1, 1, 1, 2, 2, 3])):
-        action = make_pass(rng, net, factor, penalties if rng.random() < 0.8 else ())
+        action, other = make_pass(rng, net, mode, is_bounded), make_pass(rng, net, mode, is_bounded)
+        action.factor = 1.0 if action.differentiated else factor
+        action.penalties = penalties if rng.random() < 0.8 else ()
         body.append(action)
-        if rng.random() < 0.15:
-            action.retain = True
-            action.asked = None
-            between = rng.choice(["nothing", "nothing", "zero", "pass"])
-            if between == "zero":
-                body.append(Zero(rng.choice(["none", "zeros"])))
-            elif between == "pass":
-                body.append(make_pass(rng, net, factor))
-            body.append(Again())
-        elif rng.random() < 0.1:  # its backward pass comes after that of another
-            body[-1:] = [make_pass(rng, net, factor), action, Again()]
-            body[-3].backward, body[-3].retain, body[-3].asked, body[-3].only = False, True, None, None
+        if action.differentiated is None and rng.random() < 0.15:
+            action.retain, action.asked = True, None
+            body += [*rng.choice([[], [], [Zero("none")], [Zero("zeros")], [other]]), Again()]
+        elif rng.random() < 0.1:  # a backward pass that comes after that of another
+            waits = {"backward": False, "retain": True, "asked": None, "only": None, "differentiated": None}
+            body[-1:] = [replace(other, **waits), action, Again()]
+        elif rng.random() < 0.1:  # a pass that is given up
+            body.append(replace(other, backward=False))
         if rng.random() < 0.1:
             body.append(Evaluate(rng.randrange(10**6)))
-        if rng.random() < 0.1:
-            body.append(make_pass(rng, net))
-            body[-1].backward = False
-            body[-1].asked = None if body[-1].checkpoint else rng.choice([None, "inputs", "parameters"])
-    if penalties and rng.random() < 0.1:
-        body.append(PenaltyAlone(penalties, factor))
     if factor != 1.0:
-        body.append(Scale(1 / factor))
-    roll = rng.random()
-    if edited:
-        amounts = [1e-2, 0.1] if dtype == torch.float32 else [1e-6, 1e-4, 1e-2, 0.1]
-        body.append(Edit(rng.choice(["clip", "entry"]), rng.choice(amounts)))
-        for action in body:
-            if isinstance(action, Pass):
-                action.only = None  # zeros that are edited without a pass for them look like what was before
-    elif roll < 0.2:
-        body.append(Clip(rng.choice([1e-3, 0.1, 1.0, 100.0]), by_layer=rng.random() < 0.3))
-    elif roll < 0.3:
-        body.append(Scale(rng.choice([0.1, -2.0, 3.0])))
+        body.append(Edit("scale", 1 / factor))
+    if rng.random() < 0.3:
+        body.append(Edit(*rng.choice(EDITS)))
     return body
 
 
-def make_penalties(rng, net):
-    names = [name for name, p in net.model.named_parameters() if p.requires_grad]
-    strength = rng.choice([1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1])
-    chosen = names if rng.random() < 0.5 else rng.sample(names, 1)
-    return tuple((name, strength) for name in chosen)
+def make_pass(rng, net, mode, is_bounded=False):
+    task, roll, names = "whole" if rng.random() < 0.5 else rng.choice(net.tasks), rng.random(), trained_names(net)
+    made = Pass(task, rng.choice(net.sizes), rng.choice(net.sizes), rng.randrange(10**6))
+    made.mask = rng.choices(["none", "some", "all"], weights=[16, 2, 1])[0]
+    if roll < 0.15:  # averages may miss what is checkpointed outside of the model, if it is reentrant
+        is_whole = task in tuple(TASKS)[:4]
+        made.checkpoint = rng.choice(["reentrant", "saved"]) if mode == "own" or is_whole else "saved"
+    elif roll < 0.25:
+        made.asked = rng.choice(["inputs", "parameters"])
+    elif roll < 0.32:  # by way of the inputs, not all layers of a "marked" network are differentiated
+        made.differentiated = "parameters" if net.kind == "marked" else rng.choice(["inputs", "parameters"])
+    elif roll < 0.38 and not is_bounded:
+        made.only = tuple(rng.sample(names, rng.randint(1, len(names))))
+    return made
 
 
-def make_pass(rng, net, factor=1.0, penalties=()):
-    task = "whole" if rng.random() < 0.5 else rng.choice(net.tasks)
-    checkpoint = rng.choice(["reentrant", "saved"]) if rng.random() < 0.2 else None
-    asked = only = None
-    if checkpoint != "reentrant" and rng.random() < 0.1:
-        asked = rng.choice(["inputs", "parameters"])
-    if checkpoint != "reentrant" and rng.random() < 0.05:
-        only = names_of_a_layer(rng, net.model)
-    return Pass(
-        task,
-        rng.choice(net.sizes),
-        rng.choice(net.sizes),
-        rng.randrange(10**6),
-        # Zeros of some layers alone, if clipping writes to them, would be taken as zeroed.
-        mask=rng.choices(["none", "some", "all"], weights=[16, 2, 3] if only is None else [1, 0, 0])[0],
-        factor=factor,
-        penalties=penalties,
-        checkpoint=checkpoint,
-        asked=asked,
-        only=only,
-    )
-
-
-def names_of_a_layer(rng, model):
-    """The parameters of a layer that is reached by every task, and what shares its weight."""
-    together = rng.choice([its for its in solved_together(model.second) if any(p.requires_grad for p in its)] or [None])
-    if together is None:
-        return None
-    same = {p for its in solved_together(model) if its[0] is together[0] for p in its}
-    return tuple(name for name, p in model.named_parameters() if p in same and p.requires_grad)
-
-
-def describe(actions):
-    lines = []
-    for action in actions:
-        lines.append(f"  Step, closure={action.closure}, spoilt={action.spoilt}, reloaded={action.reloaded}:")
-        lines += [f"    {shown(inner)}" for inner in action.body]
-    return "\n".join(lines)
+def trained_names(net):
+    return [name for name, p in net.model.named_parameters() if p.requires_grad]
 
 
 def shown(action):
     """As a call, without the arguments that say nothing."""
     unsaid = {field.name: field.default for field in fields(action) if field.default is not MISSING}
     said = {name: value for name, value in vars(action).items() if name not in unsaid or value != unsaid[name]}
-    return f"{type(action).__name__}({', '.join(f'{name}={value!r}' for name, value in said.items())})"
-
-
-def has(actions, *kinds):
-    return any(isinstance(inner, kinds) for action in actions for inner in action.body)
-
-
-def is_edited(actions):
-    """Whether the library may say that a gradient was edited."""
-    for action in actions:
-        for place, inner in enumerate(action.body):
-            if isinstance(inner, Edit) or getattr(inner, "penalties", ()):
-                return True
-            later = action.body[place + 1 :]
-            if isinstance(inner, Scale | Clip) and has([Step(later, False)], Pass, Again):
-                return True
-    return False
+    body = said.pop("body", ())
+    call = f"{type(action).__name__}({', '.join(f'{name}={value!r}' for name, value in said.items())})"
+    return "\n".join([call, *(f"    {shown(inner)}" for inner in body)])

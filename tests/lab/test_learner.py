@@ -127,7 +127,6 @@ def test_what_a_capture_trains_is_taken_back(captures, optimiser):
     assert learners[0].is_graphed
     for one, other in zip(*(learning.model.parameters() for learning in learners), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    assert learners[0].counters()["steps"] == learners[1].counters()["steps"] == 50
     assert learners[0].tally.read(50) == pytest.approx(learners[1].tally.read(50), rel=1e-3)
 
 
@@ -141,4 +140,4 @@ def test_a_capture_that_fails_leaves_an_eager_step(monkeypatch):
         learning.settle()
     learning.step(0, 10)
     assert not learning.is_graphed
-    assert learning.counters()["steps"] == 1
+    assert learning.tally.read(1)["batch_loss"] > 0

@@ -1,6 +1,5 @@
 """`consequent train` with one's own model and data, schedules, decay, augmentation, seeds, a search, Ctrl-C."""
 
-import math
 import os
 import signal
 import threading
@@ -108,7 +107,6 @@ def test_what_is_wrong_with_ones_own_is_named(tmp_path, options, message):
         ({"dataset": "cifar"}, "dataset must be one of digits"),
         ({"validation": 1.0}, "validation must be a fraction"),
         ({"weight_decay": -1.0}, "weight_decay must be finite and not negative"),
-        ({"foresight": True, "consequentialist": False}, "foresight is of the correction"),
     ],
 )
 def test_senseless_options_are_refused(options, message):
@@ -227,7 +225,7 @@ HARD = {
     "augmentation": replace(
         OWN, dataset="own_network:images", model="resnet20-bn", widths=(4, 8), blocks=1, augment=("crop", "flip")
     ),
-    "foresight": replace(OWN, foresight=True, optimiser="adam", lr=0.003, weight_decay=0.01),
+    "plain norms": replace(OWN, gradient_norms="both", optimiser="adam", lr=0.003, weight_decay=0.01),
 }  # fmt: skip
 
 
@@ -239,7 +237,7 @@ def test_what_depends_on_the_iteration_goes_on_bit_for_bit(tmp_path, name):
     assert_same(straight.checkpoint(), resumed.checkpoint())
 
 
-@pytest.mark.parametrize("name", ["augmentation", "foresight"])
+@pytest.mark.parametrize("name", ["augmentation", "plain norms"])
 def test_a_checkpoint_at_any_moment_changes_nothing(tmp_path, monkeypatch, name):
     """There is one a minute, whatever the iteration: here, whenever the clock is looked at."""
     config = replace(HARD[name], checkpoint_every=1000)
@@ -340,15 +338,6 @@ def test_a_diverged_run_is_an_error(tmp_path, capsys):
         assert "Try a smaller learning rate than 1e+09 (--lr)" in message
     assert cli.main(command(tmp_path, *own, "--search-lr", "1e9", "1e10")) == 1
     assert "every run of the search diverged; try smaller learning rates than 1e+09" in capsys.readouterr().err
-
-
-def test_foresight_is_read_by_layer(tmp_path):
-    *_, last = run(replace(OWN, foresight=True), tmp_path / "run").metrics()
-    assert list(last["foresight"]) == ["1", "3"]
-    for layer in last["foresight"].values():
-        assert 0 < layer["produced"] <= 1.5 * layer["wanted"]
-        assert layer["cosine"] > layer["backprop_cosine"] - 1e-6
-        assert math.isfinite(layer["cosine"])
 
 
 def test_every_optimiser_has_a_rate_to_start_with():

@@ -13,7 +13,7 @@ WIDEST = 8192  # columns of a moment that is kept: 256 MiB in float32, and as mu
 
 
 def why_own_inputs(
-    layer: Any, operation: Operation, averaging: float | None, holders: Mapping[Tensor, Optimizer], uses: int
+    layer: Any, operation: Operation, averaging: float | None, optimizer_of: Mapping[Tensor, Optimizer], uses: int
 ) -> str | None:
     """Why a layer is corrected with each mini-batch's own inputs; None: by averages.
 
@@ -21,7 +21,7 @@ def why_own_inputs(
         layer: the layer.
         operation: how it is ``Z = W X``.
         averaging: β as the user gave it; None leaves the choice to this function.
-        holders: the optimiser of each parameter.
+        optimizer_of: the optimiser of each parameter.
         uses: how many layers have its weight.
     """
     if not averaging:
@@ -31,7 +31,7 @@ def why_own_inputs(
     if uses > 1:
         return "its weight is that of another layer, too"
     parameters = [p for p in (layer.weight, getattr(layer, "bias", None)) if p is not None]
-    if len({id(holders.get(p)) for p in parameters}) > 1 or layer.weight not in holders:
+    if len({id(optimizer_of.get(p)) for p in parameters}) > 1 or layer.weight not in optimizer_of:
         return "its weight and its bias are not in one optimiser"
     if is_sharded(layer.weight):
         if not operation.has_rows_of_outputs or operation.groups > 1:

@@ -1,4 +1,4 @@
-"""What averages do at the steps of one optimiser: when to look, and the multiplication of ``.grad``.
+"""What averages do at the steps of one optimiser: when inputs are observed, and the multiplication of ``.grad``.
 
 The map is linear in ``.grad``. So scaling, clipping, accumulated micro-batches and averaging over ranks, whatever of it
 has been done before, are exact by themselves.
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from consequent.averages.layer import Average, AveragedLayer, Inverse
+from consequent.averages.average import Average, AveragedLayer, Inverse
 from consequent.averages.ranks import add_up, add_up_shards, local
 from consequent.layers import Operation
 from consequent.maths.bound import rate_in_the_long_run, shortening
-from consequent.minibatch.entry import Entry
+from consequent.minibatch.model_forward import ModelForward
 
 
 class Corrected(NamedTuple):
@@ -33,80 +33,85 @@ class Averages:
 
     Args:
         layers: the layers.
-        entry: of the model.
+        model_forward: of the model.
         averaging: β.
         refresh: T.
     """
 
-    def __init__(self, layers: Sequence[AveragedLayer], entry: Entry, averaging: float, refresh: int) -> None:
+    def __init__(
+        self, layers: Sequence[AveragedLayer], model_forward: ModelForward, averaging: float, refresh: int
+    ) -> None:
         self.layers = list(layers)
         self.steps = 0
-        self._entry, self._averaging, self._refresh = entry, averaging, refresh
+        self._model_forward, self._averaging, self._refresh = model_forward, averaging, refresh
         self._samples = torch.empty(0)
-        self._is_looking = False
-        self.look()
+        self._is_observing = False
+        self.observe()
 
-    def look(self, *, at_once: bool = False) -> None:
-        """Look at the inputs from now on, if the next step is one of those for it, or if it has to be."""
-        if self._is_looking or not self.layers or (self.steps % self._refresh and not at_once):
+    def observe(self, *, at_once: bool = False) -> None:
+        """InputObserver at the inputs from now on, if the next step is one of those for it, or if it has to be."""
+        if self._is_observing or not self.layers or (self.steps % self._refresh and not at_once):
             return
-        self._is_looking = True
+        self._is_observing = True
         self._samples = torch.zeros((), device=self.layers[0].weight.device)
-        self._entry.counters.append(self._count)
+        self._model_forward.counters.append(self._count)
         for layer in self.layers:
-            layer.look.put_on()
-        self._entry.hold()
+            layer.observer.put_on()
+        self._model_forward.hold()
 
-    def look_away(self) -> None:
+    def stop_observing(self) -> None:
         """Leave the passes alone again."""
-        if not self._is_looking:
+        if not self._is_observing:
             return
-        self._is_looking = False
-        self._entry.release()
-        self._entry.counters.remove(self._count)
+        self._is_observing = False
+        self._model_forward.release()
+        self._model_forward.counters.remove(self._count)
         for layer in self.layers:
-            layer.look.take_off()
+            layer.observer.take_off()
 
     def _count(self, samples: int) -> None:
         self._samples.add_(samples)
 
     @torch.no_grad()
     def before_step(self, groups: dict[Tensor, dict[str, Any]], bound: float | None, scale: Any) -> None:
-        """Take in what was looked at, and multiply the gradients.
+        """Take in what was observed, and multiply the gradients.
 
         Args:
             groups: the optimiser's group of each parameter.
             bound: β of the bound; None: there is none.
             scale: by which a scaler has multiplied the gradients, where a fused optimiser divides by it.
         """
-        if self._is_looking:
+        for layer in self.layers:
+            layer.check_weight()
+        if self._is_observing:
             self._take_in()
         corrected = [one for layer in self.layers if (one := _corrected(layer)) is not None]
-        for one in corrected:
-            factor = None
-            if bound is not None:
-                rate = rate_in_the_long_run(groups[one.layer.weight]) / scale
-                factor = shortening(bound, rate**2 * _squared_change(one))
+        factors: list[Tensor | None] = [None] * len(corrected)
+        if bound is not None:
+            rates = [rate_in_the_long_run(groups[one.layer.weight]) / scale for one in corrected]
+            changes = _squared_changes(corrected)
+            factors = [shortening(bound, rate**2 * change) for rate, change in zip(rates, changes, strict=True)]
+        for one, factor in zip(corrected, factors, strict=True):
             _write(one, factor)
         self.steps += 1
         unseen = [layer for layer in self.layers if layer.average is None and layer.weight.grad is not None]
-        self.look(at_once=bool(unseen))
+        self.observe(at_once=bool(unseen))
 
     def _take_in(self) -> None:
-        """Give the layers what was seen of their inputs, on all ranks; the host looks at a few numbers of each."""
-        self.look_away()
-        moments = [layer.look.moment for layer in self.layers]
-        *moments, counts = add_up([*moments, torch.stack([self._samples, *(one.look.samples for one in self.layers)])])
-        traces = [moment.diagonal(dim1=-2, dim2=-1).sum() for moment in moments]
-        rows = [moment[0, -1, -1] for moment in moments]
-        entered, *own = counts.tolist()
-        numbers = torch.stack([*traces, *rows]).tolist()
-        for layer, moment, trace, row, other in zip(
-            self.layers, moments, numbers, numbers[len(traces) :], own, strict=False
-        ):
-            layer.look.forget()
+        """Give the layers what was observed on all ranks. The host reads a few numbers, once for all layers."""
+        self.stop_observing()
+        device = self._samples.device
+        observers = [layer.observer for layer in self.layers]
+        counts = torch.stack([self._samples, *(observer.samples.to(device) for observer in observers)])
+        *moments, counts = add_up([*(observer.moment for observer in observers), counts])
+        traces = [moment.diagonal(dim1=-2, dim2=-1).sum().to(device) for moment in moments]
+        rows = [moment[0, -1, -1].to(device) for moment in moments]
+        numbers = torch.stack([torch.stack(traces), torch.stack(rows)]).tolist()
+        samples, *own_samples = counts.tolist()
+        for layer, moment, trace, row, own in zip(self.layers, moments, *numbers, own_samples, strict=True):
+            layer.observer.forget()
             if row > 0 and math.isfinite(trace):
-                layer.refresh(moment, row, entered + other, self._averaging)
+                layer.refresh(moment, row, samples + own, self._averaging)
 
     def state_dict(self) -> dict[str, Any]:
         """What a later run goes on from."""
@@ -116,14 +121,17 @@ class Averages:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
         known = {layer.name: layer for layer in self.layers}
-        for name in state["layers"]:
-            if name not in known:
-                raise ValueError(f"the state has averages of layer {name!r}, which has none here")
-        self.look_away()
+        averages = {name: Average(**kept) for name, kept in state["layers"].items()}
+        unknown = [name for name in averages if name not in known]
+        if unknown:
+            raise ValueError(f"the state has averages of layer {unknown[0]!r}, which has none here")
+        for name, average in averages.items():
+            known[name].check(average)
+        self.stop_observing()
         self.steps = int(state["steps"])
-        for name, kept in state["layers"].items():
-            known[name].start_from(Average(**kept))
-        self.look()
+        for name, layer in known.items():
+            layer.start_from(averages.get(name))
+        self.observe()
 
 
 def _corrected(layer: AveragedLayer) -> Corrected | None:
@@ -142,10 +150,15 @@ def _corrected(layer: AveragedLayer) -> Corrected | None:
     return Corrected(layer, operation, inverse, plain, plain @ inverse.matrix)
 
 
-def _squared_change(corrected: Corrected) -> Tensor:
+def _squared_changes(corrected: Sequence[Corrected]) -> list[Tensor]:
     """Of the outputs, relative to the inputs, by a step of rate 1 (:mod:`consequent.maths.bound`)."""
-    layer, operation, inverse, plain, update = corrected
-    energy = add_up_shards((plain * update).sum(), layer.weight.grad)
+    energies = [(one.plain * one.update).sum() for one in corrected]
+    energies = add_up_shards(energies, [one.layer.weight for one in corrected])
+    return [_relative(energy, one) for energy, one in zip(energies, corrected, strict=True)]
+
+
+def _relative(energy: Tensor, corrected: Corrected) -> Tensor:
+    _, operation, inverse, plain, _ = corrected
     columns, outputs = plain.shape[-1] * operation.groups, operation.outputs
     return inverse.divisor * energy / inverse.trace * (columns / outputs)
 

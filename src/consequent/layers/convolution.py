@@ -1,7 +1,7 @@
 """``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``: the product of the weight with the patches of an image (im2col)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from consequent.layers.windowed import Windowed
 from consequent.maths.precision import at_least_float32
 from consequent.maths.products import with_ones
 
-# Forming a patch costs about as much as this many multiplications per entry.
+# Forming a patch costs about as much as this many multiplications per model_forward.
 COST_OF_COPYING = 64
 
 _CONVOLVE = (torch.conv1d, torch.conv2d, torch.conv3d)
@@ -51,15 +51,16 @@ class Convolution(Windowed):
             padding_mode=layer.padding_mode,
         )
 
-    def around(self, inputs: Tensor, product: Callable[[Operation, Tensor], Tensor]) -> Tensor:
+    def call_product(self, inputs: Tensor, product: Callable[[Operation, Tensor], Tensor]) -> Tensor:
         """Other padding than zeros, and more of it on one side, is put around the images first."""
         if self.padding_mode == "zeros" and all(before == after for before, after in self.padding):
-            return super().around(inputs, product)
+            return super().call_product(inputs, product)
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-        unpadded = replace(self, padding=((0, 0),) * self.dims, padding_mode="zeros")
+        geometry = (self.weight_shape, self.kernel_size, self.stride, self.dilation, ((0, 0),) * self.dims)
+        unpadded = Convolution(self.groups, self.features, self.outputs, *geometry)
         if inputs.ndim == self.dims + 1:
-            return unpadded.around(pad_sides(inputs[None], self.padding, mode), product)[0]
-        return unpadded.around(pad_sides(inputs, self.padding, mode), product)
+            return unpadded.call_product(pad_sides(inputs[None], self.padding, mode), product)[0]
+        return unpadded.call_product(pad_sides(inputs, self.padding, mode), product)
 
     def apply(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``Z``."""
@@ -107,7 +108,13 @@ class Convolution(Windowed):
         return images, ((0, 0),) * len(skips)
 
 
-@torch.library.custom_op("consequent::patch_moment", mutates_args=())
+_SIGNATURE = (
+    "(Tensor inputs, SymInt[] weight_shape, SymInt[] stride, SymInt[] sides, SymInt[] dilation, SymInt groups, "
+    "bool ones) -> Tensor"
+)
+
+
+@torch.library.custom_op("consequent::patch_moment", mutates_args=(), schema=_SIGNATURE)
 def _moment(
     inputs: Tensor,
     weight_shape: list[int],

@@ -68,7 +68,7 @@ class Operation(ABC):
         """How many samples the inputs of a layer have, by their leading dimension."""
         return inputs.shape[0] if inputs.ndim > 1 else 1
 
-    def around(self, inputs: Tensor, product: "Callable[[Operation, Tensor], Tensor]") -> Tensor:
+    def call_product(self, inputs: Tensor, product: "Callable[[Operation, Tensor], Tensor]") -> Tensor:
         """Bring the inputs to the form that the product takes, and its outputs back; autograd sees both."""
         return product(self, inputs)
 

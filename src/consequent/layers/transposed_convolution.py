@@ -13,7 +13,7 @@ convolution, with stride 1, of the image without zeros between its pixels; so th
 of small convolutions (for a 4 × 4 kernel with stride 2: four of 2 × 2 kernels).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import gcd, prod
 from typing import Any, ClassVar, NamedTuple
@@ -67,6 +67,10 @@ class TransposedConvolution(Windowed):
     @classmethod
     def of(cls, layer: Any) -> "TransposedConvolution":
         """The operation that the layer would do now."""
+        return cls._of(layer, layer.output_padding)
+
+    @classmethod
+    def _of(cls, layer: Any, output_padding: tuple[int, ...]) -> "TransposedConvolution":
         channels, outputs, *taps = shape = layer.weight.shape
         return cls(
             groups=layer.groups,
@@ -76,23 +80,23 @@ class TransposedConvolution(Windowed):
             kernel_size=layer.kernel_size,
             stride=layer.stride,
             padding=layer.padding,
-            output_padding=layer.output_padding,
+            output_padding=output_padding,
             dilation=layer.dilation,
         )
 
     @classmethod
     def of_call(cls, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Operation, Any] | None:
         """The operation with the ``output_padding`` that makes outputs of the ``output_size`` that is asked for."""
-        given = {**dict(zip(("input", "output_size"), args, strict=False)), **kwargs}
-        operation, inputs, output_size = cls.of(layer), given.get("input"), given.get("output_size")
+        inputs = args[0] if args else kwargs.get("input")
+        output_size = args[1] if len(args) > 1 else kwargs.get("output_size")
         if output_size is None or inputs is None:
-            return operation, inputs
-        shortest = replace(operation, output_padding=(0,) * operation.dims)
-        sizes, least = list(output_size)[-operation.dims :], shortest.output_space(inputs.shape[-operation.dims :])
+            return cls.of(layer), inputs
+        dims = len(layer.kernel_size)
+        sizes, least = list(output_size)[-dims:], cls._of(layer, (0,) * dims).output_space(inputs.shape[-dims:])
         more = tuple(size - minimum for size, minimum in zip(sizes, least, strict=False))
-        if len(more) < operation.dims or any(not 0 <= m < s for m, s in zip(more, operation.stride, strict=True)):
+        if len(more) < dims or any(not 0 <= m < s for m, s in zip(more, layer.stride, strict=True)):
             return None  # torch has its own words for this
-        return replace(shortest, output_padding=more), inputs
+        return cls._of(layer, more), inputs
 
     def accepts(self, inputs: Tensor) -> bool:
         """Images, or one image, of which something is left."""

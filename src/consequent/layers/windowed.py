@@ -37,10 +37,10 @@ class Windowed(Operation):
         """The images."""
         return inputs.shape[0] if inputs.ndim == self.dims + 2 else 1
 
-    def around(self, inputs: Tensor, product: Callable[[Operation, Tensor], Tensor]) -> Tensor:
+    def call_product(self, inputs: Tensor, product: Callable[[Operation, Tensor], Tensor]) -> Tensor:
         """One image is a batch of one."""
         if inputs.ndim == self.dims + 1:
-            return self.around(inputs[None], product)[0]
+            return self.call_product(inputs[None], product)[0]
         return product(self, inputs)
 
     def _backward_arguments(self) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """The damping λ: absolute as in the paper, or in units of the inputs."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ class Damping:
 
     value: float
     relative: bool = False
+    _text: ClassVar[str]  # an instance's own, but no field: torch.compile of torch 2.8 cannot trace such a field
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_text", repr(self.value))
 
     @classmethod
     def chosen(cls, damping: float | None, relative_damping: float | None) -> "Damping | None":
@@ -45,14 +49,17 @@ class Damping:
             rows: N, a number or a tensor.
             columns: D, with that of the bias.
         """
-        if not self.relative or self.value == 0:
-            return torch.full_like(trace, self.value)
+        # torch.compile takes text for constant. Numbers that differ from one model to another it would make variables,
+        # which it cannot trace inside of an autograd function.
+        value = float(self._text) if torch.compiler.is_compiling() else self.value
+        if not self.relative or value == 0:
+            return torch.full_like(trace, value)
         rank = rows.clamp(1, columns) if isinstance(rows, Tensor) else max(min(rows, columns), 1)
-        return torch.where(trace > 0, self.value * trace / rank, 1)
+        return torch.where(trace > 0, value * trace / rank, 1)
 
     def is_large(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
         """Whether it is above all rounding of a second moment in this precision, whatever the inputs are."""
-        return self.relative and self.value > 1e3 * torch.finfo(dtype).eps * max(min(rows, columns), 1)
+        return self.relative and float(self._text) > 1e3 * torch.finfo(dtype).eps * max(min(rows, columns), 1)
 
     def __str__(self) -> str:
         return f"{'relative_' if self.relative else ''}damping={self.value:g}"

@@ -37,13 +37,14 @@ def damped_solve(matrix: Tensor, right: Tensor, damping: Tensor, *, is_large: bo
         is_large: whether λ is known to be above all rounding, so that pivots need not be looked at.
     """
     factor, is_sound = _factor(matrix, damping, is_large)
-    if may_sync(matrix) and not bool(is_sound.all()):
+    may_look = may_sync(matrix)
+    if may_look and not bool(is_sound.all()):
         return Solved(_solve_by_eigenvalues(matrix, right, damping), int((~is_sound).sum()))
     if matrix.shape[-1] <= min(SMALL, right.shape[-1] - 1):
         solution = torch.cholesky_inverse(factor) @ right
     else:
         solution = torch.cholesky_solve(right, factor)
-    if may_sync(matrix):
+    if may_look:
         return Solved(solution, 0)
     return Solved(torch.where(_wide(is_sound), solution, right / _wide(_trace(matrix) + damping)), (~is_sound).sum())
 
@@ -51,25 +52,33 @@ def damped_solve(matrix: Tensor, right: Tensor, damping: Tensor, *, is_large: bo
 def damped_inverse(matrix: Tensor, damping: Tensor, *, is_large: bool = False) -> Solved:
     """``(matrix + λI)⁻¹``; the arguments are those of :func:`damped_solve`."""
     factor, is_sound = _factor(matrix, damping, is_large)
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    if may_sync(matrix):
-        if not bool(is_sound.all()):
-            return Solved(_solve_by_eigenvalues(matrix, eye.expand_as(matrix), damping), int((~is_sound).sum()))
-        return Solved(torch.cholesky_inverse(factor), 0)
-    shortened = eye / _wide(_trace(matrix) + damping)
-    return Solved(torch.where(_wide(is_sound), torch.cholesky_inverse(factor), shortened), (~is_sound).sum())
+    may_look = may_sync(matrix)
+    if may_look and not bool(is_sound.all()):
+        eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+        return Solved(_solve_by_eigenvalues(matrix, eye.expand_as(matrix), damping), int((~is_sound).sum()))
+    inverse = torch.cholesky_inverse(factor)
+    if may_look:
+        return Solved(inverse, 0)
+    return Solved(torch.where(_wide(is_sound), inverse, inverse / _wide(_trace(matrix) + damping)), (~is_sound).sum())
 
 
 def _factor(matrix: Tensor, damping: Tensor, is_large: bool) -> tuple[Tensor, Tensor]:
-    """The Cholesky factor, and for each group whether all of its pivots are more than rounding errors."""
+    """The Cholesky factor, and for each group whether all of its pivots are more than rounding errors.
+
+    Where the host does not look, what has failed gets the factor of the identity matrix, with which one can go on.
+    """
     damped = matrix.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
     factor, info = torch.linalg.cholesky_ex(damped)
-    if is_large:
-        return factor, info == 0
-    pivots = factor.diagonal(dim1=-2, dim2=-1).square()
-    least = LEAST_PIVOT * torch.finfo(matrix.dtype).eps * damped.diagonal(dim1=-2, dim2=-1)
-    return factor, (info == 0) & (pivots >= least).all(-1) & (pivots < torch.inf).all(-1)
+    is_sound = info == 0
+    if not is_large:
+        pivots = factor.diagonal(dim1=-2, dim2=-1).square()
+        least = LEAST_PIVOT * torch.finfo(matrix.dtype).eps * damped.diagonal(dim1=-2, dim2=-1)
+        is_sound = is_sound & (pivots >= least).all(-1) & (pivots < torch.inf).all(-1)
+    if not may_sync(matrix):
+        eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+        factor = torch.where(_wide(is_sound), factor, eye)
+    return factor, is_sound
 
 
 def _solve_by_eigenvalues(matrix: Tensor, right: Tensor, damping: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ features (D × D)      ``U (Xᵀ X + λI) = ΔZᵀ X``              more rows th
 A bias is the weight of a constant input 1, a further column of X.
 """
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ from consequent.maths.damping import Damping
 from consequent.maths.factorisation import damped_solve
 
 Side = Literal["auto", "samples", "features"]
+
+# How a loss sums up over samples: "mean", "sum", or what it is divided by, a number or a function of their number.
+LossReduction = str | float | Callable[[Any], Any]
 
 
 class Update(NamedTuple):
@@ -99,6 +103,22 @@ def update_from_moment(
         change = relative_change(energy, size, trace.sum(), columns, gradient.shape[1])
     weight, bias = (update[..., :-1], update[..., -1]) if ones else (update, None)
     return Update(weight, bias, change, failed)
+
+
+def loss_divisor(reduction: LossReduction, samples: Any) -> Any:
+    """c: what a loss over so many samples is divided by, and its corrections are multiplied by.
+
+    So the learning rate keeps the paper's meaning, whose losses are sums.
+
+    Example:
+        >>> loss_divisor("mean", 32), loss_divisor("sum", 32), loss_divisor(lambda n: n * 10 / 2, 32)
+        (32, 1, 160.0)
+    """
+    if reduction == "mean":
+        return samples
+    if reduction == "sum":
+        return 1
+    return reduction(samples) if callable(reduction) else reduction
 
 
 def consequential_gradient(

@@ -6,8 +6,8 @@ module are plain, and ``torch.compile`` notices when the attribute comes and goe
 """
 
 from abc import ABC, abstractmethod
-from functools import update_wrapper
-from types import FunctionType, MethodType
+from functools import lru_cache, update_wrapper
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -22,8 +22,10 @@ class Replacement(ABC):
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
+        self._is_on = False
         self._before: Any = None  # what was there instead of the class's own
-        self._method: Any = None
+        self._method = MethodType(_with_source_of(module.forward, self._forward()), module)
+        self._method.__func__.replacement = self  # type: ignore[attr-defined]
 
     @abstractmethod
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -31,17 +33,16 @@ class Replacement(ABC):
 
     def put_on(self) -> None:
         """From now on it is called."""
-        self._before = self.module.__dict__.get("forward")
-        self._method = MethodType(_with_source_of(self.module.forward, self._forward()), self.module)
+        self._is_on, self._before = True, self.module.__dict__.get("forward")
         self.module.forward = self._method
 
     def take_off(self) -> None:
         """From now on the one before is called again."""
+        self._is_on = False  # if others have put theirs on top, it only calls the plain one
         if self.module.__dict__.get("forward") is self._method:
             del self.module.forward
             if self._before is not None:
                 self.module.forward = self._before
-        self._method = None  # if others have put theirs on top, it only calls the plain one
 
     def plain(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module, or a copy of it, would compute without this."""
@@ -54,15 +55,36 @@ class Replacement(ABC):
         replacement = self
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:  # refers to its closure alone
-            if self is replacement.module and replacement._method is not None:
+            if self is replacement.module and replacement._is_on:
                 return replacement.call(args, kwargs)
             return replacement.plain(self, args, kwargs)
 
         return forward
 
 
+def clean_copies(model: nn.Module) -> None:
+    """Take off what copies and pickles of corrected modules have left: it only calls the plain forward."""
+    for module in model.modules():
+        function = getattr(module.__dict__.get("forward"), "__func__", None)
+        replacement = getattr(function, "replacement", None)
+        is_copied = replacement is not None and replacement.module is not module
+        if is_copied or (function is not None and function is type(module).forward):
+            del module.forward
+
+
 def _with_source_of(plain: Any, forward: Any) -> Any:
-    """A function that is taken for the plain one by those who read source code (``torch.jit.script``)."""
+    """A function that is taken for the plain one by those who read source code.
+
+    ``torch.jit.script`` compiles the plain one's source, and ``torch.compile`` goes by the file that a forward is from.
+    """
     plain = getattr(plain, "__func__", plain)
-    scope = getattr(plain, "__globals__", forward.__globals__)
-    return update_wrapper(FunctionType(forward.__code__, scope, "forward", None, forward.__closure__), plain)
+    code, scope = forward.__code__, getattr(plain, "__globals__", forward.__globals__)
+    if hasattr(plain, "__code__"):
+        code = _from_file(code, plain.__code__.co_filename)
+    return update_wrapper(FunctionType(code, scope, "forward", None, forward.__closure__), plain)
+
+
+@lru_cache(maxsize=256)
+def _from_file(code: CodeType, name: str) -> CodeType:
+    """The code as if it were from another file: one object for all modules, as ``torch.compile`` goes by that."""
+    return code.replace(co_filename=name)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from consequent.layers import Operation
 from consequent.maths.damping import Damping
-from consequent.maths.precision import at_least_float32
+from consequent.maths.precision import at_least_float32, may_sync
 from consequent.maths.ridge import Update, update_from_moment, update_from_samples
-from consequent.warning import ConsequentWarning
+from consequent.minibatch.warning import ConsequentWarning
 
 # What the probe's gradient tells: passes, how much they change the outputs (maths.bound), failed factorisations.
 PASSES, CHANGE, FAILED = range(3)
@@ -61,12 +61,8 @@ class Product(torch.autograd.Function):
         """
         ctx.save_for_backward(inputs, weight if ctx.needs_input_grad[0] else None)
         ctx.operation, ctx.damping, ctx.divisor, ctx.calls = operation, damping, divisor, calls
-        ctx.dtype, ctx.ones, ctx.measured, ctx.is_differentiated = (
-            weight.dtype,
-            ctx.needs_input_grad[2],
-            measured,
-            False,
-        )
+        ctx.ones, ctx.measured, ctx.dtype = ctx.needs_input_grad[2], measured, weight.dtype
+        ctx.is_differentiated = False
         return operation.apply(inputs, weight, bias)
 
     @staticmethod
@@ -86,7 +82,7 @@ def _gradients(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
     if weight is not None:
         input_grad = operation.input_gradient(output_grad, weight.to(output_grad.dtype), inputs)
     if ctx.is_differentiated or torch.is_grad_enabled():  # create_graph=True, or was so in an earlier pass
-        _tell_of_differentiation(ctx)
+        _warn_of_differentiation(ctx)
         weight_grad = operation.weight_gradient(inputs, output_grad).to(ctx.dtype)
         bias_grad = operation.bias_gradient(output_grad).to(ctx.dtype) if ctx.ones else None
     elif ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:  # otherwise the pass goes elsewhere
@@ -94,14 +90,14 @@ def _gradients(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
         scale = ctx.divisor if ctx.calls is None else ctx.divisor / ctx.calls.number
         weight_grad = operation.shaped_like_weight(update.weight * scale).to(ctx.dtype)
         bias_grad = None if update.bias is None else (update.bias * scale).flatten().to(ctx.dtype)
-        probe_grad = _told(update)
+        probe_grad = _probe_gradient(update)
     return input_grad, weight_grad, bias_grad, probe_grad, None, None, None, None, None
 
 
 def corrected_update(
     operation: Operation, inputs: Tensor, output_grad: Tensor, damping: Damping, *, ones: bool, measured: bool = False
 ) -> Update:
-    """``ΔZ (XᵀX + λI)⁻¹ Xᵀ``, by the smaller of the two systems.
+    """``ΔZ (XᵀX + λI)⁻¹ Xᵀ``, by the smaller of the two systems; in float64 where float32 has too few digits for it.
 
     Args:
         operation: the product.
@@ -111,27 +107,31 @@ def corrected_update(
         ones: whether a bias is trained.
         measured: whether the change that it makes is asked for.
     """
+    inputs, output_grad = at_least_float32(inputs), at_least_float32(output_grad)
     rows, options = operation.rows(output_grad), {"ones": ones, "measured": measured}
-    output_grad = at_least_float32(output_grad)
     if 0 < rows <= operation.features + ones:
         X, dZ = operation.input_rows(inputs), operation.output_rows(output_grad)
-        return update_from_samples(at_least_float32(X), dZ, damping, **options)
-    plain = operation.weight_matrix(operation.weight_gradient(at_least_float32(inputs), output_grad))
-    if ones:
-        plain = torch.cat([plain, operation.bias_gradient(output_grad).view(operation.groups, -1, 1)], dim=-1)
-    return update_from_moment(operation.second_moment(inputs, ones=ones), plain, damping, rows, **options)
+        update = update_from_samples(X, dZ, damping, **options)
+    else:
+        plain = operation.weight_matrix(operation.weight_gradient(inputs, output_grad))
+        if ones:
+            plain = torch.cat([plain, operation.bias_gradient(output_grad).view(operation.groups, -1, 1)], dim=-1)
+        update = update_from_moment(operation.second_moment(inputs, ones=ones), plain, damping, rows, **options)
+    if inputs.dtype is torch.float32 and may_sync(inputs) and update.failed:
+        return corrected_update(operation, inputs.double(), output_grad.double(), damping, **options)
+    return update
 
 
-def _told(update: Update) -> Tensor | None:
+def _probe_gradient(update: Update) -> Tensor | None:
     """What the probe's gradient tells of one pass; None if there is nothing to tell."""
-    if update.change is None and update.failed == 0:
+    if update.change is None and not isinstance(update.failed, Tensor) and update.failed == 0:
         return None
     change = torch.zeros((), device=update.weight.device) if update.change is None else update.change.float()
     failed = torch.as_tensor(update.failed, dtype=change.dtype, device=change.device)
     return torch.stack((torch.ones_like(change), change, failed))
 
 
-def _tell_of_differentiation(ctx: Any) -> None:
+def _warn_of_differentiation(ctx: Any) -> None:
     if not ctx.is_differentiated and ctx.calls is not None:
         warnings.warn(
             "gradients are differentiated (create_graph=True): the layers they went through keep their plain gradient "

@@ -147,7 +147,7 @@ def thinned(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if number not in kept_norms:
             left_out.add("gradient_norms")
         if number < len(lines) - 1:
-            left_out.add("counters")
+            left_out |= {"failed", "counters"}  # the latter in runs of former versions
         if math.floor(line["epoch"] + 1e-6) > complete_epochs:
             complete_epochs = math.floor(line["epoch"] + 1e-6)
         else:

@@ -115,9 +115,10 @@ def mean_log_loss(run: KeptRun) -> float:
 
 
 def failed_factorisations(run: KeptRun) -> float:
-    """Returns how many factorisations were repeated or given up, and steps skipped."""
-    counters: dict[str, int] = next((line["counters"] for line in reversed(run.lines) if "counters" in line), {})
-    return float(sum(counters.get(name, 0) for name in ("rescued", "fallen_back", "skipped")))
+    """Returns how many factorisations failed; in runs of former versions repeated ones, and steps skipped."""
+    last = next((line for line in reversed(run.lines) if line.keys() & {"failed", "counters"}), {})
+    counters: dict[str, int] = last.get("counters", {})
+    return float(last.get("failed", 0) + sum(counters.get(name, 0) for name in ("rescued", "fallen_back", "skipped")))
 
 
 def statements(kept_race: Race, kept: Kept) -> list[Statement]:

@@ -43,7 +43,7 @@ class Training:
     """
 
     losses: list[float]  # of every mini-batch before its step
-    own: list[list[float]]  # cosines, each layer's own weights changed alone, by `foresight`
+    own: list[list[float]]  # cosines, each layer's own weights changed alone
     real: list[list[float]]  # cosines of what really happens, all layers changed at once
     damped: list[float]  # norm of a step's weight change with λ ÷ with hardly any, for the same weights and mini-batch
     test_accuracy: float  # at the end
@@ -75,7 +75,7 @@ def train(label: str, rate: float, seed: int) -> Training:
     inputs, labels = digits.train.inputs.double(), digits.train.targets
     model, layers = _network(seed)
     optimizer = (
-        CSGD(model, lr=rate, damping=DAMPING, bound=None, foresight=True)
+        CSGD(model, lr=rate, damping=DAMPING, bound=None)
         if label == "C-SGD"
         else torch.optim.SGD(model.parameters(), lr=rate)
     )
@@ -104,15 +104,16 @@ def train(label: str, rate: float, seed: int) -> Training:
                 return Training(losses, own, real, damped, float("nan"))
             if label == "C-SGD":
                 damped.append(_change(before, DAMPING) / _change(before, TINY_DAMPING))
+            weights = {layer: layer.weight.detach().clone() for layer in layers}
             if label == "First extension":
                 _extended_step(before, rate)
             else:
                 optimizer.step()
             with torch.no_grad():
                 model(inputs[batch])
-            real.append([_cosine(seen[one][1] - out.detach(), -_grad(out)) for one, (_, out) in before.items()])
-            if isinstance(optimizer, CSGD):
-                own.append([layer.cosine for layer in optimizer.correction.foresight().values()])
+                real.append([_cosine(seen[one][1] - out, -_grad(out)) for one, (_, out) in before.items()])
+                changes = [(given @ (one.weight - weights[one]).T, out) for one, (given, out) in before.items()]
+                own.append([_cosine(change, -_grad(out)) for change, out in changes])
     with torch.no_grad():
         right = model(digits.test.inputs.double()).argmax(dim=1) == digits.test.targets
     return Training(losses, own, real, damped, float(right.double().mean()))

@@ -5,7 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
+
+from typing_extensions import Self
 
 from consequent_lab.paper.archive import Archive
 from consequent_lab.paper.rates import Chosen, Search, Searched, chosen, hardly_measured, rate_at, searched, variant_at

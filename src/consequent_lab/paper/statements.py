@@ -1,13 +1,18 @@
 """The paper's statements: their words and measures, from statements.toml, with what an experiment found."""
 
 import re
-import tomllib
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
 from consequent_lab.paper.findings import Kind, Statement
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 NOT_MEASURED = "The runs are missing."
 NOT_TIMED = "The runs are missing, or an iteration was not timed with nothing beside it."

@@ -181,6 +181,7 @@ def foof(model: nn.Module, settings: Settings, capturable: bool, *, sparing: boo
 
 OTHER_LR = Knob("other_lr", 3e-5, 1e-2, 3e-4)  # of AdamW beside Muon
 SHORT_MEMORY = (0.9, 0.95)  # of gradients and of squares: steps follow gradients that shrink within tens of steps
+OWN_INPUTS = {"averaging": 0.0}
 AVERAGES = {"averaging": 0.95, "refresh": 10}
 RELATIVE_DAMPING = Knob("relative_damping", 0.01, 1.0, 0.1)
 
@@ -202,13 +203,14 @@ CONTESTANTS = {
             (lr(0.01), Knob("damping", 3e-3, 3.0, 0.05)),
             graphs=False,
         ),
-        Contestant("C-SGD", torchs("sgd"), (lr(0.1), RELATIVE_DAMPING), correction={}),
-        Contestant("C-SGD-promise", torchs("sgd"), (lr(1.0), RELATIVE_DAMPING), correction={"promise": 1.0}),
-        Contestant("C-Nesterov", torchs("nesterov"), (lr(0.01), RELATIVE_DAMPING), correction={}),
-        Contestant("C-Adam", torchs("adam"), (lr(3e-4), RELATIVE_DAMPING), correction={}),
-        Contestant("C-AdamW", torchs("adamw"), (lr(3e-4), RELATIVE_DAMPING), correction={}),
+        Contestant("C-SGD", torchs("sgd"), (lr(0.1), RELATIVE_DAMPING), correction=OWN_INPUTS),
+        Contestant("C-Nesterov", torchs("nesterov"), (lr(0.01), RELATIVE_DAMPING), correction=OWN_INPUTS),
+        Contestant("C-Adam", torchs("adam"), (lr(3e-4), RELATIVE_DAMPING), correction=OWN_INPUTS),
+        Contestant("C-AdamW", torchs("adamw"), (lr(3e-4), RELATIVE_DAMPING), correction=OWN_INPUTS),
         Contestant("Adam-0.95", torchs("adam", betas=SHORT_MEMORY), (lr(1e-3),)),
-        Contestant("C-Adam-0.95", torchs("adam", betas=SHORT_MEMORY), (lr(1e-3), RELATIVE_DAMPING), correction={}),
+        Contestant(
+            "C-Adam-0.95", torchs("adam", betas=SHORT_MEMORY), (lr(1e-3), RELATIVE_DAMPING), correction=OWN_INPUTS
+        ),
         Contestant(
             "C-Nesterov-averaged",  # FOOF, but for the bound and how the damping is said
             torchs("nesterov"),
@@ -217,14 +219,7 @@ CONTESTANTS = {
             graphs=False,
         ),
         Contestant("C-Adam-averaged", torchs("adam"), (lr(3e-4), RELATIVE_DAMPING), correction=AVERAGES, graphs=False),
-        Contestant("C-Muon", muon, (lr(2e-3), OTHER_LR), correction={"relative_damping": 0.1}),
-        Contestant(
-            "Newton-Muon",
-            muon,
-            (lr(2e-3), OTHER_LR),
-            correction={"relative_damping": 0.2, "averaging": 0.95, "refresh": 32},
-            graphs=False,
-        ),
+        Contestant("C-Muon", muon, (lr(2e-3), OTHER_LR), correction=OWN_INPUTS | {"relative_damping": 0.1}),
         Contestant("Nesterov-BN", torchs("nesterov"), (lr(0.1),), variant="BN"),
         Contestant("AdamW-BN", torchs("adamw"), (lr(1e-3),), variant="BN"),
         Contestant("Muon-BN", muon, (lr(0.02), Knob("other_lr", 3e-5, 1e-2, 1e-3)), variant="BN"),

@@ -33,7 +33,7 @@ class Task:
     evaluated: int | None = None  # training samples, the first ones; None is all
     search_epochs: int | None = None  # of a trial in the search, if fewer
     search_seeds: int = 1  # runs of a trial, which is judged by their mean
-    loss_reduction: str = "mean"  # what the loss is divided by, as `consequent.attach` wants it
+    loss_reduction: str | Callable[[float], float] = "mean"  # of a loss, as `consequent.attach` wants it
     splits: bool = False  # every seed has its own training and test samples
     augment: Augmentation | None = None
     searches_decay: bool = False  # weight decay is a knob of every contestant

@@ -7,7 +7,7 @@ twice: the first ones of a run, and later ones.
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from functools import partial
 
 import torch
@@ -79,7 +79,7 @@ def times(
                     lines[name]["first"] = {"steps": first, "milliseconds": 1e3 * seconds}
         for name, message in errors.items():
             lines[name]["errors"][way] = message
-    machine, day = device_name(conditions.device), datetime.now(UTC).date().isoformat()
+    machine, day = device_name(conditions.device), datetime.now(timezone.utc).date().isoformat()
     for name, line in lines.items():
         made_by = {"device": machine, "torch": str(torch.__version__), "date": day}
         kept = line_of(task, "time", name, settings=chosen[name], **made_by, **line)

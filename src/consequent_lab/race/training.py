@@ -14,7 +14,6 @@ from statistics import fmean
 import torch
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from consequent.reports.errors import StandstillError
 from consequent_lab.learner import Learner, first_model
 from consequent_lab.race.contestants import Contestant, Settings
 from consequent_lab.race.curves import Curve
@@ -65,7 +64,7 @@ class Run(Learner):
                 while done < stop:
                     self.learn(self.batch(done))
                     done += 1
-            except (StandstillError, LinAlgError):  # what numbers that are not finite end in
+            except LinAlgError:  # what numbers that are not finite end in
                 yield dict.fromkeys(line, math.nan) | {"iteration": done}
                 return
             line = self._evaluated(done)

@@ -38,7 +38,7 @@ def test_a_folder_and_its_compact_file_are_the_same_run(runs, tmp_path):
 
 def test_thinning_keeps_a_mean_once_and_norms_on_some_lines():
     lines = [
-        {"iteration": n, "epoch": n / 4, "epoch_loss": float(n // 4), "gradient_norms": {}, "counters": {}, "lr": 1.0}
+        {"iteration": n, "epoch": n / 4, "epoch_loss": float(n // 4), "gradient_norms": {}, "failed": 0, "lr": 1.0}
         for n in range(101)
     ]
     found = list(thinned(lines))
@@ -47,7 +47,7 @@ def test_thinning_keeps_a_mean_once_and_norms_on_some_lines():
     assert len(with_norms) <= 21
     assert with_norms[0] == 0
     assert with_norms[-1] == 100
-    assert [line["iteration"] for line in found if "counters" in line] == [100]
+    assert [line["iteration"] for line in found if "failed" in line] == [100]
     assert not any("lr" in line for line in found)
 
 

@@ -1,4 +1,4 @@
-"""docs/race.md, and the results that it tells of."""
+"""docs/race.md and docs/race-tables.md, and the results that they tell of."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from consequent_lab.race.tasks import TASKS
 from consequent_lab.race_command import Race
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "race.md").read_text()
+PAGE, TABLES = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("race", "race-tables"))
 TEXT = " ".join(PAGE.split())
 RACE = Race(output=ROOT / "results" / "race")
 STATES = [
@@ -43,7 +43,3 @@ def ends(task):
     results = Results.of(TASKS[task], RACE.output)
     found = {name: results.finals(name) for name in results.task.contestants}
     return {name: spread_of(results.task.measure, finals).median for name, finals in found.items() if finals}
-
-
-def milliseconds(results, name, how="eager"):
-    return results.of_kind("time", name)[0]["milliseconds"][how]["median"]

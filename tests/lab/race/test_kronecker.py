@@ -67,13 +67,13 @@ def test_foof_is_the_averaged_mode_of_nesterov_once_the_first_batch_is_forgotten
     ours, theirs = (nn.Sequential(nn.Linear(20, 9), nn.Tanh(), nn.Linear(9, 2)).double() for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
     optimizer = torch.optim.SGD(ours.parameters(), lr=LR, momentum=0.9, nesterov=True)
-    correction = consequent.attach(optimizer, ours, averaging=AVERAGING, damping=0.3 * SAMPLES, bound=None)
+    correction = consequent.attach(optimizer, ours, averaging=AVERAGING, refresh=1, damping=0.3 * SAMPLES, bound=None)
     other = FOOF(theirs, LR, 0.3)
     for step in range(4):
         if step == 1:
             state = correction.state_dict()
-            for average in state["averages"].values():
-                average["rows"] = SAMPLES / (1 - AVERAGING)
+            for average in state["averages"][0]["layers"].values():
+                average["weight"] = SAMPLES / (1 - AVERAGING)
             correction.load_state_dict(state)
         inputs = torch.randn(SAMPLES, 20, dtype=torch.float64)
         for model, its in ((ours, optimizer), (theirs, other)):

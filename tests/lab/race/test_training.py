@@ -129,14 +129,13 @@ def test_kernels_of_muon_are_corrected():
     nn.functional.cross_entropy(model(images), labels).backward()
     optimizers.step()
 
-    corrected = torch.optim.SGD(twin.parameters(), lr=1.0)
-    consequent.attach(corrected, twin, relative_damping=0.1, bound=None)
+    plain = copy.deepcopy(twin)
+    nn.functional.cross_entropy(plain(images), labels).backward()
+    consequent.attach(torch.optim.SGD(twin.parameters(), lr=1.0), twin, relative_damping=0.1)
     matrix = nn.Parameter((1 - settings["decay"]) * twin[1].weight.detach().flatten(1))
     nn.functional.cross_entropy(twin(images), labels).backward()
-    plain = twin[1].weight.grad.clone()
-    corrected.step()
     matrix.grad = twin[1].weight.grad.flatten(1)
-    assert not torch.allclose(twin[1].weight.grad, plain, rtol=0.1)
+    assert not torch.allclose(twin[1].weight.grad, plain[1].weight.grad, rtol=0.1)
     torch.optim.Muon([matrix], lr=settings["lr"], weight_decay=0.0).step()
     torch.testing.assert_close(model[1].weight.flatten(1), matrix)
 
@@ -149,32 +148,23 @@ def test_muon_has_the_hidden_layers_and_adamw_the_others():
     assert owned == set(model.parameters()) - {model[1].weight, model[3].weight}
 
 
-@pytest.mark.parametrize("name", ["C-Muon", "Newton-Muon"])
-def test_muon_and_adamw_are_corrected_jointly(name):
+def test_muon_and_adamw_are_corrected_jointly():
     data = MLP.load(None, 0)
-    learner = Run(MLP, CONTESTANTS[name], starts(name), data, 0, 8, False)
+    learner = Run(MLP, CONTESTANTS["C-Muon"], starts("C-Muon"), data, 0, 8, False)
     batch, correction = learner.batch(0), learner.optimizers.correction
-    given = {}
-    learner.optimizers.parts[1].register_step_pre_hook(
-        lambda *_: given.update({name: p.grad.clone() for name, p in learner.model.named_parameters()})
-    )
-    learner.loss(learner.model, batch).backward()
-    (inputs, labels), plain = data.train.take(batch), learner.model[0].weight.grad.clone()
     assert len(correction.optimizers) == 2
-    learner.optimizers.step()
-    gradient = given["0.weight"]
-    assert not torch.allclose(gradient, plain)
+    learner.loss(learner.model, batch).backward()
+    (inputs, labels), given = data.train.take(batch), dict(learner.model.named_parameters())
     # The last layer's, which AdamW holds, by hand: outputs, softmax − one-hot, and λ as a part of the mean eigenvalue.
     model = first_model(0, lambda: MLP.model(""))
     with torch.no_grad():
         hidden = model[:-1](inputs)
         changes = torch.softmax(model(inputs), 1) - nn.functional.one_hot(labels, 10)
         rows = torch.cat([hidden, torch.ones(len(hidden), 1)], 1).double()
-        part = 0.2 if name == "Newton-Muon" else 0.1
-        level = part * rows.square().sum() / min(rows.shape)
+        level = 0.1 * rows.square().sum() / min(rows.shape)
         expected = changes.T.double() @ torch.linalg.solve(rows @ rows.T + level * torch.eye(len(rows)), rows)
     last = len(model) - 1
-    found = torch.cat([given[f"{last}.weight"], given[f"{last}.bias"][:, None]], 1)
+    found = torch.cat([given[f"{last}.weight"].grad, given[f"{last}.bias"].grad[:, None]], 1)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
 
 

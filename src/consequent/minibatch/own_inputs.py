@@ -1,0 +1,119 @@
+"""A layer whose gradient is corrected with each mini-batch's own inputs: how its forward comes to the product."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from consequent.layers import Operation
+from consequent.maths.damping import Damping
+from consequent.maths.ridge import LossReduction, loss_divisor
+from consequent.minibatch.forwards import Replacement
+from consequent.minibatch.model_forward import ModelForward
+from consequent.minibatch.product import Calls, Product
+from consequent.minibatch.torch_private import transforms_are_active
+
+
+class OwnInputs(Replacement):
+    """The ``forward`` of a layer that is corrected with each mini-batch's own inputs.
+
+    Args:
+        name: of the layer.
+        layer: the layer.
+        kind: how it is ``Z = W X``.
+        damping: λ.
+        loss_reduction: how the loss sums up over samples.
+        model_forward: of the model.
+        same_weight: another layer with the same weight, if there is one: their calls are counted together.
+
+    Attributes:
+        weight_owner: that other layer, or this one.
+        measured: whether passes are measured for the bound.
+        probe: whose gradient tells of backward passes (:mod:`consequent.minibatch.product`).
+        failed: factorisations that it told of before.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layer: nn.Module,
+        kind: type[Operation],
+        damping: Damping,
+        loss_reduction: LossReduction,
+        model_forward: ModelForward,
+        same_weight: "OwnInputs | None" = None,
+    ) -> None:
+        super().__init__(layer)
+        self.name, self.kind, self.damping, self.model_forward = name, kind, damping, model_forward
+        self.weight_owner = same_weight or self
+        self.probe = _probe(layer.weight)
+        self.measured = False
+        self.failed: float | Tensor = 0
+        self._loss_reduction = loss_reduction
+        model_forward.calls[name] = 1
+
+    @property
+    def parameters(self) -> list[Any]:
+        """The layer's weight, and its bias if it has one."""
+        return [p for p in (self.module.weight, getattr(self.module, "bias", None)) if p is not None]
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The outputs: with the product in place of the layer's own where a gradient may be asked for."""
+        found = call_of(self.kind, self.module, args, kwargs) if torch.is_grad_enabled() else None
+        if found is None:
+            return self.plain(self.module, args, kwargs)
+        operation, inputs = found
+        return operation.call_product(inputs, self._product(operation.samples_in(inputs)))
+
+    def _product(self, own_samples: int) -> Any:
+        """The product for a call of the layer.
+
+        Args:
+            own_samples: what counts where the layer is called outside of the model.
+        """
+        current, owner = self.model_forward.current, self.weight_owner
+        samples = own_samples if current is None or current.samples is None else current.samples
+        divisor = loss_divisor(self._loss_reduction, samples)
+        calls = Calls(owner.name) if current is None else current.calls.setdefault(owner.name, Calls(owner.name))
+        calls.number += 1
+        is_compiling = torch.compiler.is_compiling()  # which traces the backward pass now
+        if is_compiling:
+            divisor = divisor / self.model_forward.calls[owner.name]
+        weight, bias = self.module.weight, getattr(self.module, "bias", None)
+        if owner.probe.device != weight.device:
+            owner.probe = _probe(weight)
+        probe, known_calls = owner.probe, None if is_compiling else calls
+
+        def product(operation: Operation, inputs: Tensor) -> Tensor:
+            device = inputs.device.type
+            if torch.is_autocast_enabled(device) and inputs.dtype is not torch.float64:
+                inputs = inputs.to(torch.get_autocast_dtype(device))
+            outputs: Tensor = Product.apply(  # type: ignore[no-untyped-call]
+                inputs, weight, bias, probe, operation, self.damping, divisor, known_calls, self.measured
+            )
+            return outputs
+
+        return product
+
+
+def call_of(
+    kind: type[Operation], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Operation, Tensor] | None:
+    """The operation that a call of a layer is, and its inputs; None where the call is to stay plain.
+
+    Plain are calls with a frozen weight, with anything but ordinary tensors, and inside of ``torch.func``.
+    """
+    if not layer.weight.requires_grad:
+        return None
+    found = kind.of_call(layer, args, kwargs)
+    if found is None or (not torch.compiler.is_compiling() and transforms_are_active()):
+        return None
+    operation, inputs = found
+    for tensor in (inputs, layer.weight):
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return None
+    return (operation, inputs) if inputs.is_floating_point() and operation.accepts(inputs) else None
+
+
+def _probe(weight: Any) -> Tensor:
+    return torch.zeros(3, device=weight.device, requires_grad=True)

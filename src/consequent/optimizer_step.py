@@ -1,0 +1,111 @@
+"""What happens at the steps of one optimiser: averages are multiplied into ``.grad``, and the bound is held."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from consequent.averages.ranks import ranks
+from consequent.averages.step import Averages
+from consequent.maths.bound import rate_in_the_long_run, shortening
+from consequent.maths.precision import may_sync
+from consequent.minibatch.own_inputs import OwnInputs
+from consequent.minibatch.product import CHANGE, FAILED, PASSES
+
+
+class OptimizerStep:
+    """The layers of one optimiser, and its steps.
+
+    Args:
+        optimizer: the optimiser.
+        averages: its averaged layers.
+        own_inputs: its layers with own inputs.
+        bound: β; None: no bound.
+        layers: all corrected layers of the model. If only one of them has a gradient, it is not bounded.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        averages: Averages,
+        own_inputs: Sequence[OwnInputs],
+        bound: float | None,
+        layers: Sequence[nn.Module],
+    ) -> None:
+        self.averages = averages
+        self._own_inputs = [own for own in own_inputs if own.weight_owner is own]
+        self._bound = bound if isinstance(optimizer, SGD) else None
+        self._layers: list[Any] = list(layers)
+        self._handle = None
+        for own in own_inputs:
+            own.measured = self._bound is not None
+        if averages.layers or (self._bound is not None and own_inputs):
+            self._handle = optimizer.register_step_pre_hook(self._before_step)
+
+    @property
+    def holds_bound(self) -> bool:
+        """Whether any layer is bounded. Of own inputs, each of several ranks would find another bound."""
+        return self._bound is not None and (bool(self.averages.layers) or _is_alone())
+
+    def remove(self) -> None:
+        """Leave the optimiser and the layers alone."""
+        self.averages.stop_observing()
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Correct now, or after each call of the closure that computes the gradients."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._correct(optimizer)
+            return None
+
+        def corrected() -> Any:
+            loss = closure()
+            self._correct(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": corrected}
+
+    @torch.no_grad()
+    def _correct(self, optimizer: Any) -> None:
+        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+        moving = {id(layer.weight) for layer in self._layers if layer.weight.grad is not None}
+        bound = self._bound if len(moving) > 1 else None
+        scale = getattr(optimizer, "grad_scale", None)  # a GradScaler's, by which fused optimisers divide themselves
+        scale = 1 if scale is None else scale
+        if self.averages.layers:
+            self.averages.before_step(groups, bound, scale)
+        if bound is not None and self._own_inputs and _is_alone():
+            for own in self._own_inputs:
+                _shorten(own, groups, bound, scale)
+
+
+def _is_alone() -> bool:
+    """Whether this process trains by itself."""
+    return not (dist.is_available() and dist.is_initialized() and ranks() > 1)
+
+
+def _shorten(own: OwnInputs, groups: dict[Tensor, dict[str, Any]], bound: float, scale: Any) -> None:
+    """Shorten the gradient of a layer with own inputs if its outputs would change too much.
+
+    Args:
+        own: the layer.
+        groups: the optimiser's group of each parameter.
+        bound: β.
+        scale: by which a scaler has multiplied the gradients, where a fused optimiser divides by it.
+    """
+    told, own.probe.grad = own.probe.grad, None
+    weight, gradients = own.module.weight, [p.grad for p in own.parameters if p.grad is not None]
+    if told is None or not gradients or weight not in groups:
+        return
+    own.failed = own.failed + told[FAILED]
+    squares = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).square().sum()
+    rate = rate_in_the_long_run(groups[weight]) / scale
+    factor = shortening(bound, rate**2 * squares * told[CHANGE] / told[PASSES])
+    if not may_sync(factor) or factor < 1:
+        for gradient in gradients:
+            gradient.mul_(factor)

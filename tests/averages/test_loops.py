@@ -1,0 +1,308 @@
+"""Averages in training loops: everything linear commutes with them, and states go on."""
+
+import copy
+import io
+
+import pytest
+import torch
+from expected import check_same_grads, grads_of
+from loops.networks import attached, batch, loss_of, network, one_pass
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import consequent
+
+OPTIONS = {"averaging": 0.9, "refresh": 2}
+
+
+def train(model, optimizer, passes_of, steps=5):
+    for step in range(steps):
+        optimizer.zero_grad()
+        passes_of(model, step)
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def whole(model, step):
+    one_pass(model, samples=12, seed=step)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("parts", [(4, 4, 4), (1, 6, 5), (12, 0)], ids=str)
+def test_micro_batches_equal_one_batch(parts, optimizer):
+    def in_parts(model, step):
+        x, y = batch(12, seed=step)
+        for part, target in zip(x.split(parts), y.split(parts), strict=True):
+            if len(part):
+                (loss_of(model, part, target) * (len(part) / 12)).backward()
+
+    one = train(*attached(network(), 0.01, optimizer, **OPTIONS), whole)
+    several = train(*attached(network(), 0.01, optimizer, **OPTIONS), in_parts)
+    check_same_grads(several, one, rtol=1e-7)
+
+
+def test_scaling_and_clipping_commute():
+    def scaled(model, step):
+        x, y = batch(12, seed=step)
+        (loss_of(model, x, y) * 2.0**10).backward()
+        for p in model.parameters():
+            p.grad.mul_(2.0**-10)
+
+    def halved(model, step):
+        whole(model, step)
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+
+    one = train(*attached(network(), 0.01, **OPTIONS), whole)
+    check_same_grads(train(*attached(network(), 0.01, **OPTIONS), scaled), one, rtol=1e-9)
+    unbounded = {**OPTIONS, "bound": None}
+    one = train(*attached(network(), 0.01, **unbounded), halved)
+    check_same_grads(one, train(*attached(network(), 0.005, **unbounded), whole), rtol=1e-9)
+
+
+def test_a_gradient_scaler_that_skips_steps():
+    model, optimizer = attached(network(torch.float32), 0.01, **OPTIONS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)  # overflows at first
+    for step in range(60):
+        optimizer.zero_grad()
+        x, y = batch(12, torch.float32, seed=step)
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = nn.functional.cross_entropy(model(x).float(), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert scaler.get_scale() < 2.0**40
+
+
+def saved_and_loaded(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("saved_after", [1, 2, 3])
+def test_a_state_that_is_saved_and_loaded_gives_the_same_next_steps(saved_after):
+    one = network()
+    optimizer = torch.optim.Adam(one.parameters(), lr=0.01)
+    correction = consequent.attach(optimizer, one, **OPTIONS)
+    train(one, optimizer, whole, saved_after)
+    other = copy.deepcopy(network())
+    other.load_state_dict(one.state_dict())
+    its = torch.optim.Adam(other.parameters(), lr=0.01)
+    its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    attach = consequent.attach(its, other, **OPTIONS)
+    attach.load_state_dict(saved_and_loaded(correction.state_dict()))
+    for step in range(4):
+        for model, stepping in ((one, optimizer), (other, its)):
+            stepping.zero_grad()
+            whole(model, step)
+            stepping.step()
+        for p, q in zip(one.parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+def test_states_that_do_not_fit():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = consequent.attach(optimizer, model, **OPTIONS)
+    train(model, optimizer, whole, 1)
+    state = first.state_dict()
+    other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
+    correction = consequent.attach(torch.optim.SGD(other.parameters(), lr=0.1), other, **OPTIONS)
+    with pytest.raises(ValueError, match="averages of layer '2', which has none here"):
+        correction.load_state_dict(state)
+    state["averages"][0]["layers"] = {"0": state["averages"][0]["layers"]["5"]}
+    with pytest.raises(ValueError, match=r"moment of layer '0' is \[1, 73, 73\] in the state, and \[1, 4, 4\] here"):
+        correction.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"no state of a correction of 1 optimisers: its keys are \['model'\]"):
+        correction.load_state_dict({"model": 3})
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_look_at_nan_changes_nothing(value):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    correction = consequent.attach(optimizer, model, averaging=0.9, refresh=1)
+    train(model, optimizer, whole, 2)
+    before = saved_and_loaded(correction.state_dict())
+    x, y = batch()
+    x[0, 0, 0, 0] = value
+    optimizer.zero_grad()
+    loss_of(model, x, y).backward()
+    assert not all(p.grad.isfinite().all() for p in model.parameters())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.grad.zero_()  # somebody has noticed
+    optimizer.step()
+    after = correction.state_dict()["averages"][0]["layers"]
+    for name, average in before["averages"][0]["layers"].items():
+        assert torch.equal(average["moment"], after[name]["moment"])
+
+
+def test_layers_that_are_seen_later():
+    """A layer that the first look does not meet is looked at in the step after it got a gradient."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x, both):
+            return self.a(x) + self.b(x) if both else self.a(x)
+
+    torch.manual_seed(0)
+    model, x = Branches().double(), torch.randn(6, 4, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    consequent.attach(optimizer, model, damping=0.1, averaging=0.9, refresh=100)
+    for step, both in enumerate([False, True, True, True]):
+        optimizer.zero_grad()
+        model(x, both).square().sum().div(2 * 6).backward()
+        plain = grads_of(model)
+        optimizer.step()
+        is_corrected = plain["b.weight"] is not None and not torch.equal(plain["b.weight"], model.b.weight.grad)
+        assert is_corrected == (step >= 2)
+    X = torch.cat([x, torch.ones(6, 1, dtype=torch.float64)], dim=1)
+    G = torch.cat([plain["b.weight"], plain["b.bias"][:, None]], dim=1)
+    U = 6 * G @ torch.linalg.inv(X.T @ X + 0.1 * torch.eye(5, dtype=torch.float64))
+    torch.testing.assert_close(model.b.weight.grad, U[:, :-1])
+
+
+def test_a_bias_that_is_frozen_for_a_while():
+    model, optimizer = attached(network(), 0.0, damping=0.1, averaging=0.9, refresh=100)
+    x, y = batch()
+    for trained in (True, False, True):
+        model[7].bias.requires_grad_(trained)
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        own, _ = attached(model, damping=0.1)
+        loss_of(own, x, y).backward()
+        check_same_grads(grads_of(model), grads_of(own), rtol=1e-6)
+
+
+def test_layers_outside_of_the_model_count_their_own_samples():
+    one, optimizer = attached(network(), 0.01, **OPTIONS)
+    other, its = attached(network(), 0.01, **OPTIONS)
+
+    def in_parts(model, step):
+        x, y = batch(12, seed=step)
+        nn.functional.cross_entropy(model[4:](model[:4](x)), y).backward()
+
+    check_same_grads(train(other, its, in_parts), train(one, optimizer, whole), rtol=1e-9)
+
+
+def test_a_layer_that_is_called_twice_has_all_of_its_rows():
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 5).double()
+    x = torch.randn(7, 5, dtype=torch.float64)
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return self.layer(torch.tanh(self.layer(x)))
+
+    model = Twice()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    consequent.attach(optimizer, model, damping=0.3, averaging=0.9)
+    model(x).square().sum().div(14).backward()
+    G = torch.cat([layer.weight.grad, layer.bias.grad[:, None]], dim=1)
+    with torch.no_grad():
+        hidden = torch.tanh(layer(x))
+    optimizer.step()
+    X = torch.cat([torch.cat([x, hidden]), torch.ones(14, 1, dtype=torch.float64)], dim=1)
+    U = 7 * G @ torch.linalg.inv(X.T @ X + 0.3 * torch.eye(6, dtype=torch.float64))
+    torch.testing.assert_close(layer.weight.grad, U[:, :-1])
+    torch.testing.assert_close(layer.bias.grad, U[:, -1])
+
+
+def test_closures():
+    one = train(*attached(network(), 0.01, **OPTIONS), whole)
+    model, optimizer = attached(network(), 0.01, **OPTIONS)
+    for step in range(5):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            x, y = batch(12, seed=step)
+            loss = loss_of(model, x, y)
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure) is not None
+    check_same_grads({name: p.detach() for name, p in model.named_parameters()}, one, rtol=1e-9)
+
+
+def test_two_optimisers_have_looks_of_their_own():
+    model = network()
+    body, head = torch.optim.SGD(model[:5].parameters(), lr=0.01), torch.optim.SGD(model[5:].parameters(), lr=0.01)
+    consequent.attach([body, head], model, **OPTIONS)
+    single, optimizer = attached(network(), 0.01, **OPTIONS)
+    for step in range(5):
+        for one, steppings in ((model, (head, body)), (single, (optimizer,))):
+            one.zero_grad()
+            whole(one, step)
+            for stepping in steppings:
+                stepping.step()
+        check_same_grads(grads_of(model), grads_of(single), rtol=1e-9)
+
+
+def test_both_mechanisms_in_one_model(monkeypatch):
+    """Layer by layer: convolutions by averages, dense layers by their own inputs."""
+    from consequent import correction as module
+
+    right = module.why_own_inputs
+
+    def by_kind(layer, operation, averaging, *rest):
+        return "dense" if isinstance(layer, nn.Linear) else right(layer, operation, 0.9, *rest)
+
+    own, _ = attached(network(), 0.0)
+    one_pass(own)
+    monkeypatch.setattr(module, "why_own_inputs", by_kind)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    correction = consequent.attach(optimizer, model, averaging=0.9, refresh=2)
+    assert (set(correction.averaged), set(correction.own_inputs)) == ({"0", "2"}, {"5", "7"})
+    for _ in range(3):
+        optimizer.zero_grad()
+        one_pass(model)
+        optimizer.step()
+        check_same_grads(grads_of(model), grads_of(own), rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["wide", "split", "shared"])
+def test_layers_that_keep_their_own_inputs_although_averages_are_asked_for(case, monkeypatch):
+    monkeypatch.setattr("consequent.averages.choice.WIDEST", 50)
+    model = nn.Sequential(nn.Linear(60 if case == "wide" else 20, 20), nn.Tanh(), nn.Linear(20, 20))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    if case == "split":
+        weights = [p for p in model.parameters() if p is not model[0].bias]
+        optimizers = [torch.optim.SGD(weights, lr=0.1), torch.optim.Adam([model[0].bias])]
+    if case == "shared":
+        model[2].weight = model[0].weight
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    correction = consequent.attach(optimizers, model, averaging=0.9)
+    words = {"wide": "a moment of 60 columns is not kept", "split": "not in one optimiser", "shared": "another layer"}
+    assert words[case] in correction.why_own_inputs["0"]
+    assert f"own inputs ({correction.why_own_inputs['0']})" in repr(correction)
+    assert ("2" in correction.averaged) == (case != "shared")
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_observes_once(use_reentrant):
+    class Checkpointed(nn.Sequential):
+        def forward(self, x):
+            first, last = nn.Sequential(*list(self)[:4]), nn.Sequential(*list(self)[4:])
+            return last(checkpoint(first, x, use_reentrant=use_reentrant))
+
+    def run(model, step):
+        x, y = batch(12, seed=step)
+        loss_of(model, x.requires_grad_(), y).backward()
+
+    options = {**OPTIONS, "damping": 0.3}
+    one = train(*attached(network(), 0.01, **options), run)
+    several = train(*attached(Checkpointed(*network()), 0.01, **options), run)
+    check_same_grads(several, one, rtol=1e-7)
