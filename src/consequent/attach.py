@@ -12,8 +12,8 @@ from consequent.correction import Correction, corrected_layers
 from consequent.maths.bound import DEFAULT as BOUND
 from consequent.maths.damping import Damping
 from consequent.maths.ridge import LossReduction
+from consequent.maths.torch_private import compiled_model_in
 from consequent.minibatch.forwards import clean_copies
-from consequent.minibatch.torch_private import compiled_model_in
 from consequent.selection import Patterns, select_layers
 from consequent.settings import Settings, refuse_gone, refuse_gone_in_groups
 
@@ -116,6 +116,8 @@ def _unwrapped(model: Any) -> nn.Module:
         )
     if isinstance(model, DataParallel):
         raise TypeError("nn.DataParallel calls copies of the layers, which stay plain; use DistributedDataParallel")
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise TypeError("FullyShardedDataParallel (FSDP1) flattens the layers' weights; use fully_shard (FSDP2)")
     if isinstance(model, DistributedDataParallel):
         return _unwrapped(model.module)
     inner = compiled_model_in(model)

@@ -71,7 +71,7 @@ def foresight(
 
     Example:
         >>> import torch, consequent
-        >>> model = torch.nn.Linear(3, 1)
+        >>> _, model = torch.manual_seed(0), torch.nn.Linear(3, 1)
         >>> optimizer = consequent.CSGD(model, lr=1.0, damping=1e-6)
         >>> X = torch.eye(2, 3) + 0.5
         >>> def closure():

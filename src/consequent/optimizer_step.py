@@ -13,7 +13,7 @@ from consequent.averages.step import Averages
 from consequent.maths.bound import rate_in_the_long_run, shortening
 from consequent.maths.precision import may_sync
 from consequent.minibatch.own_inputs import OwnInputs
-from consequent.minibatch.product import CHANGE, FAILED, PASSES
+from consequent.minibatch.product import CHANGE, PASSES
 
 
 class OptimizerStep:
@@ -73,15 +73,18 @@ class OptimizerStep:
     @torch.no_grad()
     def _correct(self, optimizer: Any) -> None:
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-        moving = {id(layer.weight) for layer in self._layers if layer.weight.grad is not None}
+        weights = [layer.weight for layer in self._layers]
+        moving = {id(weight) for weight in weights if weight.requires_grad and weight.grad is not None}
         bound = self._bound if len(moving) > 1 else None
         scale = getattr(optimizer, "grad_scale", None)  # a GradScaler's, by which fused optimisers divide themselves
         scale = 1 if scale is None else scale
         if self.averages.layers:
             self.averages.before_step(groups, bound, scale)
-        if bound is not None and self._own_inputs and _is_alone():
-            for own in self._own_inputs:
-                _shorten(own, groups, bound, scale)
+        is_bounded = bound is not None and bool(self._own_inputs) and _is_alone()
+        for own in self._own_inputs:
+            told = own.told()
+            if is_bounded and told is not None:
+                _shorten(own, told, groups, bound, scale)
 
 
 def _is_alone() -> bool:
@@ -89,20 +92,21 @@ def _is_alone() -> bool:
     return not (dist.is_available() and dist.is_initialized() and ranks() > 1)
 
 
-def _shorten(own: OwnInputs, groups: dict[Tensor, dict[str, Any]], bound: float, scale: Any) -> None:
+def _shorten(
+    own: OwnInputs, told: Tensor, groups: dict[Tensor, dict[str, Any]], bound: float | None, scale: Any
+) -> None:
     """Shorten the gradient of a layer with own inputs if its outputs would change too much.
 
     Args:
         own: the layer.
+        told: what its passes have told.
         groups: the optimiser's group of each parameter.
         bound: β.
         scale: by which a scaler has multiplied the gradients, where a fused optimiser divides by it.
     """
-    told, own.probe.grad = own.probe.grad, None
     weight, gradients = own.module.weight, [p.grad for p in own.parameters if p.grad is not None]
-    if told is None or not gradients or weight not in groups:
+    if bound is None or not gradients or weight not in groups:
         return
-    own.failed = own.failed + told[FAILED]
     squares = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).square().sum()
     rate = rate_in_the_long_run(groups[weight]) / scale
     factor = shortening(bound, rate**2 * squares * told[CHANGE] / told[PASSES])

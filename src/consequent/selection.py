@@ -54,7 +54,7 @@ def select_layers(
         elif module in taken:
             reason = "corrected by an earlier attach(): detach() that one, or give attach() a list of all optimisers"
         else:
-            reason = _why_not(name, module, kind, parent)
+            reason = _why_not(name, module, kind, parent) or _why_not_sharded(name, module, named)
         if reason is None:
             corrected[name] = module
         else:
@@ -118,6 +118,16 @@ def _why_not(name: str, module: Any, kind: type[Operation], parent: nn.Module | 
     if "forward" in module.__dict__:
         return "its forward was replaced by other code"
     return None
+
+
+def _why_not_sharded(name: str, module: Any, named: dict[str, nn.Module]) -> str | None:
+    """Why a layer with a weight on several ranks is not corrected; None if it is, as with ``fully_shard``."""
+    if not hasattr(module.weight, "placements"):
+        return None
+    parents = [other for path, other in named.items() if path in ("", name) or name.startswith(path + ".")]
+    if any(cls.__name__ == "FSDPModule" for other in parents for cls in type(other).__mro__):
+        return None
+    return "its weight is a part of one on several ranks also while it is used (tensor parallelism)"
 
 
 def _leave_out_shared(corrected: dict[str, nn.Module], plain: dict[str, str], named: dict[str, nn.Module]) -> None:

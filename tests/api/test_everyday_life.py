@@ -103,7 +103,7 @@ def test_export(averaging):
     model, _, _ = trained(averaging)
     x = torch.randn(2, 3, 8, 8)
     with torch.no_grad():
-        program = torch.export.export(model.eval(), (x,))
+        program = torch.export.export(model.eval(), (x,), strict=False)
         torch.testing.assert_close(program.module()(x), model(x))
 
 

@@ -171,7 +171,7 @@ def make_loop(rng, net, mode, is_bounded):
             body = [make_pass(rng, net, mode, is_bounded), Zero(rng.choice(["none", "zeros"])), *body]
         if number > 0 or rng.random() < 0.3:
             body = [Zero(rng.choice(["none", "zeros", "model"])), *body]
-        taken = is_bounded or rng.random() < 0.9
+        taken = rng.random() < 0.9
         if not taken:
             body.append(replace(make_pass(rng, net, mode), spoilt=rng.choice(["inputs", "loss"])))
         steps.append(Step(body, rng.random() < 0.15, rng.random() < 0.8, taken, rng.random() < 0.1))
@@ -225,7 +225,7 @@ def make_pass(rng, net, mode, is_bounded=False):
         made.asked = rng.choice(["inputs", "parameters"])
     elif roll < 0.32:  # by way of the inputs, not all layers of a "marked" network are differentiated
         made.differentiated = "parameters" if net.kind == "marked" else rng.choice(["inputs", "parameters"])
-    elif roll < 0.38 and not is_bounded:
+    elif roll < 0.38 and not is_bounded:  # nothing is told of such a pass, and it is not bounded
         made.only = tuple(rng.sample(names, rng.randint(1, len(names))))
     return made
 

@@ -157,20 +157,21 @@ class Reference:
     def difference(self, call, output_grad):
         """What own inputs add to the plain gradients of the call's weight and bias."""
         layer, factor = call.layer, self.case.divisor(call.samples) / call.number_of_uses
-        differences, energy, length, trace = [], 0.0, 0.0, 0.0
+        differences, energy, length, trace, is_finite = [], 0.0, 0.0, 0.0, True
         for rows, dZ in zip(call.X, output_matrices(layer, output_grad), strict=True):
             X = with_ones(rows, call.ones)
             G, moment = dZ.T @ X, X.T @ X
             if not (G.isfinite().all() and moment.isfinite().all()):
                 self.unknown |= {layer.weight, layer.bias}
                 differences.append(torch.zeros_like(G))
+                is_finite = False
                 continue
             U = self.solved(layer.weight, moment, G, len(X), factor * dZ)
             energy, length = energy + float((U * G).sum()), length + float(U.square().sum())
             trace += float(moment.trace())
             differences.append(factor * U - G)
         change = energy / length / trace * len(G.T) / len(G) if length > 0 else 0.0
-        self.changes.setdefault(layer.weight, []).append(change)
+        self.changes.setdefault(layer.weight, []).extend([change] if is_finite else [])
         return zip((layer.weight, layer.bias), gradients(layer, differences, call.ones), strict=False)
 
     def solved(self, weight, moment, G, rows, scale):
@@ -206,10 +207,12 @@ class Reference:
             closure()
         for optimizer in self.optimizers if both else self.optimizers[:1]:
             weights = [weight for weight in self.layers if self.names[weight] in optimizer.names]
-            is_bounded = self.case.bound is not None and sum(weight.grad is not None for weight in self.layers) > 1
+            moving = [weight for weight in self.layers if weight.grad is not None and weight.requires_grad]
+            is_bounded = self.case.bound is not None and len(moving) > 1
             for weight in weights:
-                grads = [p.grad for p in (weight, self.layers[weight][0].bias) if p is not None and p.grad is not None]
-                changes = self.changes.pop(weight, [0.0])
+                biases = {layer.bias for layer in self.layers[weight]}
+                grads = [p.grad for p in (weight, *biases) if p is not None and p.grad is not None]
+                changes = self.changes.pop(weight, None) or [0.0]
                 change = sum(changes) / len(changes) * sum(float(grad.square().sum()) for grad in grads)
                 if weight in self.averaged:
                     change = self.multiply(weight, optimizer)
@@ -255,5 +258,6 @@ class Reference:
 
     def reload(self):
         """What was seen since an optimiser's last step is not saved."""
+        self.changes = {}
         for optimizer in self.optimizers:
             optimizer.calls, optimizer.entered = [], 0

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from consequent.layers import Operation
+from consequent.maths.torch_private import in_backward_pass
 from consequent.minibatch.forwards import Replacement
 from consequent.minibatch.model_forward import ModelForward
 from consequent.minibatch.own_inputs import call_of
-from consequent.minibatch.torch_private import in_backward_pass
 
 
 class InputObserver(Replacement):

@@ -116,7 +116,11 @@ class Averages:
     def state_dict(self) -> dict[str, Any]:
         """What a later run goes on from."""
         kept = {layer.name: vars(layer.average) for layer in self.layers if layer.average is not None}
-        return {"steps": self.steps, "layers": {name: dict(average) for name, average in kept.items()}}
+        return {
+            "steps": self.steps,
+            "is_observing": self._is_observing,
+            "layers": {name: dict(average) for name, average in kept.items()},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
@@ -131,15 +135,15 @@ class Averages:
         self.steps = int(state["steps"])
         for name, layer in known.items():
             layer.start_from(averages.get(name))
-        self.observe()
+        self.observe(at_once=bool(state["is_observing"]))
 
 
 def _corrected(layer: AveragedLayer) -> Corrected | None:
     """The layer's new gradient; None where it has no gradient, or nothing has been seen of its inputs."""
     weight, bias = layer.weight, layer.bias
-    if weight.grad is None:
+    if weight.grad is None or not weight.requires_grad:
         return None
-    ones = bias is not None and bias.grad is not None
+    ones = bias is not None and bias.requires_grad and bias.grad is not None
     inverse = layer.inverse(ones=ones)
     if inverse is None:
         return None
@@ -160,7 +164,8 @@ def _squared_changes(corrected: Sequence[Corrected]) -> list[Tensor]:
 def _relative(energy: Tensor, corrected: Corrected) -> Tensor:
     _, operation, inverse, plain, _ = corrected
     columns, outputs = plain.shape[-1] * operation.groups, operation.outputs
-    return inverse.divisor * energy / inverse.trace * (columns / outputs)
+    change = inverse.divisor * energy / inverse.trace * (columns / outputs)
+    return torch.where(inverse.trace > 0, change, 0)
 
 
 def _write(corrected: Corrected, factor: Tensor | None) -> None:

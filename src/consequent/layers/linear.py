@@ -1,5 +1,6 @@
 """``nn.Linear``, and the ``Conv1D`` of transformers (GPT-2), a Linear layer whose weight lies the other way round."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,6 +30,13 @@ class Linear(Operation):
         """The operation that the layer would do now."""
         outputs, features = shape = layer.weight.shape
         return cls(1, features, outputs, shape)
+
+    def call_product(self, inputs: Tensor, product: Callable[[Operation, Tensor], Tensor]) -> Tensor:
+        """The product takes rows: then what comes out of it is no view, and may be changed in place."""
+        if inputs.ndim == 2:
+            return product(self, inputs)
+        rows = product(self, inputs.reshape(-1, self.features))
+        return rows.view(*inputs.shape[:-1], -1)
 
     def apply(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``Z``."""

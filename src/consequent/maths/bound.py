@@ -8,7 +8,8 @@ inputs, number for number (root mean squares):
 
 G is the gradient that the step is about to apply. It is known only at the step, after unscaling and clipping; how much
 a gradient of this direction changes the outputs is known in the backward pass, and does not depend on its length:
-:func:`relative_change`. So the bound is the product of the two, and needs no pass of its own.
+:func:`relative_change`. So the bound is the product of the two, and needs no pass of its own. For the corrected
+gradient U of a plain one P, ``⟨U, P⟩ = ‖U X‖² + λ‖U‖²`` is the squared change, and a little more.
 
 The learning rate counts in this only where the step is proportional to the gradient: SGD with its momentum m, of which
 ``μ / (1 − m)`` is the length in the long run. Adam and its like make steps of their own length, whatever the gradient.
@@ -26,15 +27,13 @@ def relative_change(energy: Tensor, size: Tensor, trace: Tensor, columns: int, o
     """The squared change of the outputs by a gradient of length 1, relative to the inputs; 0 for a gradient of zeros.
 
     Args:
-        energy: ``⟨U, G⟩``, the squared change by the gradient as it is.
+        energy: ``⟨U, P⟩``, the squared change by the gradient as it is.
         size: its squared length.
         trace: of ``XXᵀ``.
         columns: of X, of each group.
         outputs: of each group.
     """
-    return (
-        torch.where(size > 0, energy / size, 0) / trace.clamp(min=torch.finfo(trace.dtype).tiny) * (columns / outputs)
-    )
+    return torch.where(size == 0, 0, energy / size / trace * (columns / outputs))
 
 
 def shortening(limit: float, squared_change: Tensor) -> Tensor:

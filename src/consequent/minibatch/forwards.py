@@ -23,6 +23,7 @@ class Replacement(ABC):
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
         self._is_on = False
+        self._is_placed = False  # perhaps below what others have put on top of it
         self._before: Any = None  # what was there instead of the class's own
         self._method = MethodType(_with_source_of(module.forward, self._forward()), module)
         self._method.__func__.replacement = self  # type: ignore[attr-defined]
@@ -33,13 +34,16 @@ class Replacement(ABC):
 
     def put_on(self) -> None:
         """From now on it is called."""
-        self._is_on, self._before = True, self.module.__dict__.get("forward")
-        self.module.forward = self._method
+        self._is_on = True
+        if not self._is_placed or "forward" not in self.module.__dict__:
+            self._is_placed, self._before = True, self.module.__dict__.get("forward")
+            self.module.forward = self._method
 
     def take_off(self) -> None:
         """From now on the one before is called again."""
-        self._is_on = False  # if others have put theirs on top, it only calls the plain one
+        self._is_on = False  # where it stays below others, it only calls the plain one
         if self.module.__dict__.get("forward") is self._method:
+            self._is_placed = False
             del self.module.forward
             if self._before is not None:
                 self.module.forward = self._before

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from consequent.layers import Operation
 from consequent.maths.damping import Damping
 from consequent.maths.ridge import LossReduction, loss_divisor
+from consequent.maths.torch_private import transforms_are_active
 from consequent.minibatch.forwards import Replacement
 from consequent.minibatch.model_forward import ModelForward
-from consequent.minibatch.product import Calls, Product
-from consequent.minibatch.torch_private import transforms_are_active
+from consequent.minibatch.product import FAILED, Calls, Product
 
 
 class OwnInputs(Replacement):
@@ -28,6 +28,7 @@ class OwnInputs(Replacement):
 
     Attributes:
         weight_owner: that other layer, or this one.
+        sharing: all layers that have this one's weight.
         measured: whether passes are measured for the bound.
         probe: whose gradient tells of backward passes (:mod:`consequent.minibatch.product`).
         failed: factorisations that it told of before.
@@ -45,7 +46,9 @@ class OwnInputs(Replacement):
     ) -> None:
         super().__init__(layer)
         self.name, self.kind, self.damping, self.model_forward = name, kind, damping, model_forward
-        self.weight_owner = same_weight or self
+        self.weight_owner, self.sharing = same_weight or self, [self.module]
+        if same_weight is not None:
+            same_weight.sharing.append(self.module)
         self.probe = _probe(layer.weight)
         self.measured = False
         self.failed: float | Tensor = 0
@@ -54,8 +57,16 @@ class OwnInputs(Replacement):
 
     @property
     def parameters(self) -> list[Any]:
-        """The layer's weight, and its bias if it has one."""
-        return [p for p in (self.module.weight, getattr(self.module, "bias", None)) if p is not None]
+        """The weight, and the biases of all layers that have it."""
+        biases = {id(bias): bias for layer in self.sharing if (bias := getattr(layer, "bias", None)) is not None}
+        return [self.module.weight, *biases.values()]
+
+    def told(self) -> Tensor | None:
+        """What the passes since the last step have told, and no more from now on; None if nothing."""
+        told, self.probe.grad = self.probe.grad, None
+        if told is not None:
+            self.failed = self.failed + told[FAILED]
+        return told
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The outputs: with the product in place of the layer's own where a gradient may be asked for."""

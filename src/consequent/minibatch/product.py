@@ -128,7 +128,8 @@ def _probe_gradient(update: Update) -> Tensor | None:
         return None
     change = torch.zeros((), device=update.weight.device) if update.change is None else update.change.float()
     failed = torch.as_tensor(update.failed, dtype=change.dtype, device=change.device)
-    return torch.stack((torch.ones_like(change), change, failed))
+    is_finite = change.isfinite()  # a pass with NaN tells nothing, also of later ones
+    return torch.stack((is_finite.float(), torch.where(is_finite, change, 0), failed))
 
 
 def _warn_of_differentiation(ctx: Any) -> None:
