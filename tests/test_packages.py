@@ -8,11 +8,11 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import tomllib
 import venv
 import zipfile
 
 import pytest
+import tomllib
 import yaml
 
 import consequent

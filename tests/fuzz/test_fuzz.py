@@ -50,7 +50,7 @@ def check_found(is_concerned, mode):
     """Most seeds that a fault concerns find it; in some of them gradients are zero, say, or nothing is reached."""
     seeds = [seed for seed in range(300) if is_concerned(Case(seed, mode))][:20]
     assert len(seeds) > 10
-    assert len(failures(seeds, mode)) > 0.6 * len(seeds)
+    assert len(failures(seeds, mode)) > 0.5 * len(seeds)
 
 
 def times(factor, *names):
