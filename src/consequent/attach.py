@@ -94,8 +94,8 @@ def attach(
 def _optimizers(given: Any) -> list[Optimizer]:
     optimizers = list(given) if isinstance(given, Sequence) else [given]
     for place, optimizer in enumerate(optimizers):
-        while isinstance(getattr(optimizer, "optimizer", None), Optimizer):  # a trainer's wrapper
-            optimizer = optimizer.optimizer
+        while (inner := _inside(optimizer)) is not None:
+            optimizer = inner
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"expected a torch.optim.Optimizer or a list of them, got {type(optimizer).__name__}; "
@@ -105,6 +105,12 @@ def _optimizers(given: Any) -> list[Optimizer]:
     if not optimizers:
         raise ValueError("attach() needs an optimiser, got an empty list")
     return optimizers
+
+
+def _inside(optimizer: Any) -> Optimizer | None:
+    """The optimiser whose steps a trainer's wrapper, or sharpness-aware minimisation, takes."""
+    inner = [getattr(optimizer, name, None) for name in ("optimizer", "base_optimizer")]
+    return next((one for one in inner if isinstance(one, Optimizer)), None)
 
 
 def _unwrapped(model: Any) -> nn.Module:

@@ -45,18 +45,25 @@ class Correction:
         self._references = [weakref.ref(optimizer) for optimizer in optimizers]
         optimizer_of = {p: one for one in reversed(optimizers) for group in one.param_groups for p in group["params"]}
         _refuse_foreign(self.optimizers, self.corrected, optimizer_of)
+        _refuse_twice(optimizers, self.corrected)
         self._model_forward = ModelForward(model)
         self.own_inputs: dict[str, OwnInputs] = {}
         self.why_own_inputs: dict[str, str] = {}
         self.averaged: dict[str, AveragedLayer] = {}
+        self._optimizer_steps: list[OptimizerStep] = []
         self._sort(optimizer_of, optimizers[0])
         for own in self.own_inputs.values():
             own.put_on()
         if self.own_inputs:
             self._model_forward.hold()
-        self._optimizer_steps = [self._optimizer_step(optimizer, optimizer_of) for optimizer in optimizers]
-        self._model_forward.correction = self  # which lives as long as the model, even if nobody keeps it
         _corrections.add(self)
+        try:
+            for optimizer in optimizers:
+                self._optimizer_steps.append(self._optimizer_step(optimizer, optimizer_of))
+        except BaseException:
+            self.detach()
+            raise
+        self._model_forward.correction = self  # which lives as long as the model, even if nobody keeps it
 
     def _sort(self, optimizer_of: Mapping[Tensor, Optimizer], first: Optimizer) -> None:
         """Give each layer its mechanism."""
@@ -69,18 +76,20 @@ class Correction:
             damping = self.settings.damping or _default_damping(optimizer_of.get(weight, first))
             averaging, uses = self.settings.averaging, len(names[weight])
             why = why_own_inputs(layer, kind.of(layer), averaging, optimizer_of, uses)
-            options = (name, layer, kind, damping, self.settings.loss_reduction)
+            reduction, forward = self.settings.loss_reduction, self._model_forward
             if why is None:
-                self.averaged[name] = AveragedLayer(*options, InputObserver(layer, kind, self._model_forward))
+                observer = InputObserver(layer, kind, reduction, forward)
+                self.averaged[name] = AveragedLayer(name, layer, kind, damping, observer)
             else:
+                same_weight = self.own_inputs.get(names[weight][0])
                 self.why_own_inputs[name] = why
-                self.own_inputs[name] = OwnInputs(*options, self._model_forward, self.own_inputs.get(names[weight][0]))
+                self.own_inputs[name] = OwnInputs(name, layer, kind, damping, reduction, forward, same_weight)
 
     def _optimizer_step(self, optimizer: Optimizer, optimizer_of: Mapping[Tensor, Optimizer]) -> OptimizerStep:
         averaged = [one for one in self.averaged.values() if optimizer_of.get(one.weight) is optimizer]
-        own = [one for one in self.own_inputs.values() if optimizer_of.get(_weight(one.module)) is optimizer]
-        settings = self.settings
-        averages = Averages(averaged, self._model_forward, settings.averaging or 0.0, settings.refresh)
+        own = [one for one in self.own_inputs.values() if optimizer_of.get(_weight(one.module), optimizer) is optimizer]
+        settings, forward = self.settings, self._model_forward
+        averages = Averages(averaged, forward, settings.averaging or 0.0, settings.refresh, settings.loss_reduction)
         return OptimizerStep(optimizer, averages, own, settings.bound, list(self.corrected.values()))
 
     @property
@@ -118,12 +127,14 @@ class Correction:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state: the next step is the one that would have followed."""
-        kept = state.get("averages")
+        kept = state.get("averages") if isinstance(state, Mapping) else None
         if not isinstance(kept, list) or len(kept) != len(self._optimizer_steps):
-            number = len(self._optimizer_steps)
-            raise ValueError(f"this is no state of a correction of {number} optimisers: its keys are {sorted(state)}")
-        for step, averages in zip(self._optimizer_steps, kept, strict=True):
-            step.averages.load_state_dict(averages)
+            number, what = len(self._optimizer_steps), f"it is a {type(state).__name__}"
+            what = f"its keys are {sorted(state)}" if isinstance(state, Mapping) else what
+            raise ValueError(f"this is no state of a correction of {number} optimisers: {what}")
+        read = [step.averages.read(averages) for step, averages in zip(self._optimizer_steps, kept, strict=True)]
+        for step, averages in zip(self._optimizer_steps, read, strict=True):
+            step.averages.go_on_from(averages)
 
     def __getattr__(self, name: str) -> Any:
         if name in GONE_METHODS:
@@ -168,3 +179,15 @@ def _refuse_foreign(
             f"{' and '.join(optimizers)} holds no parameter of the layers to be corrected ({names}): was it made from "
             "another model, or from a copy of this one? Give it this model's parameters()"
         )
+
+
+def _refuse_twice(optimizers: Sequence[Optimizer], layers: Mapping[str, nn.Module]) -> None:
+    held = [{p for group in one.param_groups for p in group["params"]} for one in optimizers]
+    for name, layer in layers.items():
+        for parameter in layer.parameters(recurse=False):
+            holders = [type(one).__name__ for one, its in zip(optimizers, held, strict=True) if parameter in its]
+            if len(holders) > 1:
+                raise ValueError(
+                    f"{' and '.join(holders)} hold the same parameter of layer {display_name(name)!r}, which would get "
+                    "two steps: give each parameter to one of the optimisers"
+                )

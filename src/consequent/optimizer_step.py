@@ -10,7 +10,7 @@ from torch.optim import SGD, Optimizer
 
 from consequent.averages.ranks import ranks
 from consequent.averages.step import Averages
-from consequent.maths.bound import rate_in_the_long_run, shortening
+from consequent.maths.bound import Rates, shortening
 from consequent.maths.precision import may_sync
 from consequent.minibatch.own_inputs import OwnInputs
 from consequent.minibatch.product import CHANGE, PASSES
@@ -22,7 +22,7 @@ class OptimizerStep:
     Args:
         optimizer: the optimiser.
         averages: its averaged layers.
-        own_inputs: its layers with own inputs.
+        own_inputs: its layers with own inputs, and those that nobody holds yet.
         bound: β; None: no bound.
         layers: all corrected layers of the model. If only one of them has a gradient, it is not bounded.
     """
@@ -41,7 +41,7 @@ class OptimizerStep:
         self._layers: list[Any] = list(layers)
         self._handle = None
         for own in own_inputs:
-            own.measured = self._bound is not None
+            own.measured = own.measured or self._bound is not None
         if averages.layers or (self._bound is not None and own_inputs):
             self._handle = optimizer.register_step_pre_hook(self._before_step)
 
@@ -72,19 +72,18 @@ class OptimizerStep:
 
     @torch.no_grad()
     def _correct(self, optimizer: Any) -> None:
-        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+        rates = Rates(optimizer)
         weights = [layer.weight for layer in self._layers]
         moving = {id(weight) for weight in weights if weight.requires_grad and weight.grad is not None}
         bound = self._bound if len(moving) > 1 else None
-        scale = getattr(optimizer, "grad_scale", None)  # a GradScaler's, by which fused optimisers divide themselves
-        scale = 1 if scale is None else scale
         if self.averages.layers:
-            self.averages.before_step(groups, bound, scale)
+            self.averages.before_step(bound, rates.of)
         is_bounded = bound is not None and bool(self._own_inputs) and _is_alone()
         for own in self._own_inputs:
-            told = own.told()
-            if is_bounded and told is not None:
-                _shorten(own, told, groups, bound, scale)
+            if own.module.weight in rates.groups:
+                told = own.told()
+                if is_bounded and told is not None:
+                    _shorten(own, told, rates, bound)
 
 
 def _is_alone() -> bool:
@@ -92,24 +91,21 @@ def _is_alone() -> bool:
     return not (dist.is_available() and dist.is_initialized() and ranks() > 1)
 
 
-def _shorten(
-    own: OwnInputs, told: Tensor, groups: dict[Tensor, dict[str, Any]], bound: float | None, scale: Any
-) -> None:
+def _shorten(own: OwnInputs, told: Tensor, rates: Rates, bound: float | None) -> None:
     """Shorten the gradient of a layer with own inputs if its outputs would change too much.
 
     Args:
         own: the layer.
         told: what its passes have told.
-        groups: the optimiser's group of each parameter.
+        rates: of the optimiser.
         bound: β.
-        scale: by which a scaler has multiplied the gradients, where a fused optimiser divides by it.
     """
-    weight, gradients = own.module.weight, [p.grad for p in own.parameters if p.grad is not None]
-    if bound is None or not gradients or weight not in groups:
+    trained = [p for p in own.parameters if p.grad is not None]
+    if bound is None or not trained:
         return
+    gradients = [p.grad for p in trained]
     squares = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).square().sum()
-    rate = rate_in_the_long_run(groups[weight]) / scale
-    factor = shortening(bound, rate**2 * squares * told[CHANGE] / told[PASSES])
+    factor = shortening(bound, rates.of(trained) ** 2 * squares * told[CHANGE] / told[PASSES])
     if not may_sync(factor) or factor < 1:
         for gradient in gradients:
             gradient.mul_(factor)

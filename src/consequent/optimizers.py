@@ -9,7 +9,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from consequent.attach import attach
 from consequent.correction import Correction
-from consequent.settings import GONE
+from consequent.settings import GONE, refuse_gone
 
 __all__ = ["CSGD", "CAdam", "CAdamW", "CRMSprop"]
 
@@ -33,6 +33,10 @@ class _Consequentialist(Optimizer):
         if not isinstance(model, nn.Module):
             raise TypeError(f"{type(self).__name__} takes the model itself, got {type(model).__name__}")
         ours = {name: options.pop(name) for name in list(options) if name in _OPTIONS}
+        torchs = inspect.signature(super().__init__).parameters
+        refuse_gone(
+            sorted(options.keys() - torchs.keys()), (_OPTIONS - GONE.keys()) | torchs.keys(), type(self).__name__
+        )
         super().__init__(model.parameters() if params is None else params, **options)
         self.correction = attach(self, model, **ours)
 

@@ -1,10 +1,9 @@
 """What users choose: the arguments of ``attach``, checked."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -68,13 +67,13 @@ class Settings:
             check_positive("bound", self.bound, f"{BOUND} is usual, None is no bound")
 
 
-def refuse_gone(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
+def refuse_gone(arguments: Iterable[str], known: Iterable[str], of: str = "attach") -> None:
     """Raise for arguments that are none of the known ones, with what to do instead of those that once were."""
     for name in arguments:
         if name in GONE:
             raise TypeError(f"{name}= is gone since the third edition; instead: {GONE[name]}")
         close = difflib.get_close_matches(name, list(known), n=1)
-        raise TypeError(f"attach() has no argument {name!r}{f'; did you mean {close[0]}?' if close else ''}")
+        raise TypeError(f"{of}() has no argument {name!r}{f'; did you mean {close[0]}?' if close else ''}")
 
 
 def refuse_gone_in_groups(optimizers: Iterable[Optimizer]) -> None:

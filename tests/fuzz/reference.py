@@ -38,17 +38,17 @@ class Optimizer:
     steps: int = 0
     looks: bool = True
     calls: list = field(default_factory=list)
-    entered: int = 0  # samples
+    entered: float = 0.0  # what the losses of these forward passes divide by
 
 
 @dataclass
 class Average:
-    """S of a layer's inputs and how many rows are in it; of the last look n and N."""
+    """S of a layer's inputs and how many rows are in it; of the last look n and what its losses divide by."""
 
     moments: list
     weight: float
     rows: int
-    samples: int
+    divisor: float
 
 
 def watched_class(cls, reference):
@@ -61,7 +61,7 @@ def watched_class(cls, reference):
             tensor = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim)
             reference.current = (len(tensor), {})
             for optimizer in reference.optimizers if torch.is_grad_enabled() else ():
-                optimizer.entered += len(tensor)
+                optimizer.entered += reference.case.divisor(len(tensor))
             try:
                 return super().__call__(*args, **kwargs)
             finally:
@@ -171,7 +171,7 @@ class Reference:
             trace += float(moment.trace())
             differences.append(factor * U - G)
         change = energy / length / trace * len(G.T) / len(G) if length > 0 else 0.0
-        self.changes.setdefault(layer.weight, []).extend([change] if is_finite else [])
+        self.changes.setdefault(layer.weight, []).extend([change] if is_finite and change > 0 else [])
         return zip((layer.weight, layer.bias), gradients(layer, differences, call.ones), strict=False)
 
     def solved(self, weight, moment, G, rows, scale):
@@ -233,7 +233,7 @@ class Reference:
         if average is None or weight.grad is None or not weight.requires_grad:
             return 0.0
         ones = layer.bias is not None and layer.bias.grad is not None and layer.bias.requires_grad
-        divisor, new, energy, trace = self.case.divisor(average.samples), [], 0.0, 0.0
+        divisor, new, energy, trace = average.divisor, [], 0.0, 0.0
         for group, G in enumerate(weight_matrices(layer, weight.grad, layer.bias.grad if ones else None)):
             moment = average.rows * average.moments[group][: len(G.T), : len(G.T)]
             new.append(divisor * self.solved(weight, moment, G, max(round(average.weight), 1), G.new_zeros(1)))
@@ -249,12 +249,13 @@ class Reference:
         moments, old = [x.T @ x for x in X], self.averages.get(weight)
         if not calls or not all(moment.isfinite().all() for moment in moments):
             return
-        samples = optimizer.entered + sum(call.samples for call in calls if call.uses is None)
+        outside = sum(self.case.divisor(call.samples) for call in calls if call.uses is None)
+        divisor = 1 if self.case.reduction == "sum" else optimizer.entered + outside
         kept = self.case.averaging * old.weight if old else 0.0
         if old:
             moments = [m + kept * before for m, before in zip(moments, old.moments, strict=True)]
         total = kept + len(X[0])
-        self.averages[weight] = Average([moment / total for moment in moments], total, len(X[0]), samples)
+        self.averages[weight] = Average([moment / total for moment in moments], total, len(X[0]), divisor)
 
     def reload(self):
         """What was seen since an optimiser's last step is not saved."""

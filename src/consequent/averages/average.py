@@ -10,7 +10,6 @@ from consequent.averages.observer import InputObserver
 from consequent.layers import Operation
 from consequent.maths.damping import Damping
 from consequent.maths.factorisation import damped_inverse
-from consequent.maths.ridge import LossReduction, loss_divisor
 
 
 @dataclass
@@ -21,18 +20,18 @@ class Average:
         moment: S, ``[groups, D + 1, D + 1]``; the last column is that of a constant 1.
         weight: n, the rows in it, older ones counted less.
         rows: of the last observation,
-        samples: and how many samples had these.
+        divisor: and what the losses of its passes divided by: c.
     """
 
     moment: Tensor
     weight: float
     rows: float
-    samples: float
+    divisor: float
 
-    def with_observation(self, moment: Tensor, rows: float, samples: float, averaging: float) -> "Average":
+    def with_observation(self, moment: Tensor, rows: float, divisor: float, averaging: float) -> "Average":
         """With one observation more: ``n ← β n + N``, ``S ← S + (XXᵀ/N − S) N/n``."""
         weight = averaging * self.weight + rows
-        return Average(torch.lerp(self.moment.to(moment), moment / rows, rows / weight), weight, rows, samples)
+        return Average(torch.lerp(self.moment.to(moment), moment / rows, rows / weight), weight, rows, divisor)
 
 
 @dataclass
@@ -60,7 +59,6 @@ class AveragedLayer:
         layer: the layer.
         kind: how it is ``Z = W X``.
         damping: λ.
-        loss_reduction: how the loss sums up over samples.
         observer: of its inputs.
     """
 
@@ -70,11 +68,9 @@ class AveragedLayer:
         layer: nn.Module,
         kind: type[Operation],
         damping: Damping,
-        loss_reduction: LossReduction,
         observer: InputObserver,
     ) -> None:
         self.name, self.layer, self.kind, self.damping, self.observer = name, layer, kind, damping, observer
-        self._loss_reduction = loss_reduction
         self._weight_at_attach = layer.weight
         self.average: Average | None = None
         self.failed: int | Tensor = 0  # factorisations
@@ -98,25 +94,25 @@ class AveragedLayer:
                 "call fully_shard() first, then make the optimiser, then attach()"
             )
 
-    def refresh(self, moment: Tensor, rows: float, samples: float, averaging: float) -> None:
+    def refresh(self, moment: Tensor, rows: float, divisor: float, averaging: float) -> None:
         """Take in an observation.
 
         Args:
             moment: ``Σ x xᵀ`` of all micro-batches and ranks.
             rows: in it.
-            samples: how many entered the model.
+            divisor: what the losses of these passes divided by.
             averaging: β.
         """
         if self.average is None or self.average.moment.shape != moment.shape:
-            self.average = Average(moment / rows, rows, rows, samples)
+            self.average = Average(moment / rows, rows, rows, divisor)
         else:
-            self.average = self.average.with_observation(moment, rows, samples, averaging)
+            self.average = self.average.with_observation(moment, rows, divisor, averaging)
         self._inverse = None
 
     def check(self, average: Average) -> None:
         """Raise if a saved average is not of this layer's inputs."""
         operation = self.kind.of(self.layer)
-        expected, found = [operation.groups, *[operation.features + 1] * 2], list(average.moment.shape)
+        expected, found = [operation.groups, *[operation.features + 1] * 2], [*getattr(average.moment, "shape", ())]
         if found != expected:
             raise ValueError(
                 f"the averaged moment of layer {self.name!r} is {found} in the state, and {expected} here: the layer "
@@ -145,5 +141,4 @@ class AveragedLayer:
         level, is_large = self.damping.level(trace, rows, columns), self.damping.is_large(rows, columns, moment.dtype)
         matrix, failed = damped_inverse(moment, level, is_large=is_large)
         self.failed = self.failed + failed
-        divisor = float(loss_divisor(self._loss_reduction, average.samples))
-        return Inverse(matrix * divisor, ones, divisor, trace.sum())
+        return Inverse(matrix * average.divisor, ones, average.divisor, trace.sum())

@@ -5,7 +5,7 @@ has been done before, are exact by themselves.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 from consequent.averages.average import Average, AveragedLayer, Inverse
 from consequent.averages.ranks import add_up, add_up_shards, local
 from consequent.layers import Operation
-from consequent.maths.bound import rate_in_the_long_run, shortening
+from consequent.maths.bound import shortening
+from consequent.maths.ridge import LossReduction, loss_divisor
 from consequent.minibatch.model_forward import ModelForward
 
 
@@ -27,6 +28,11 @@ class Corrected(NamedTuple):
     plain: Tensor
     update: Tensor
 
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Whose gradients these are."""
+        return [self.layer.weight, self.layer.bias] if self.inverse.ones else [self.layer.weight]
+
 
 class Averages:
     """The averaged layers that one optimiser trains.
@@ -36,15 +42,22 @@ class Averages:
         model_forward: of the model.
         averaging: β.
         refresh: T.
+        loss_reduction: how the loss sums up over samples.
     """
 
     def __init__(
-        self, layers: Sequence[AveragedLayer], model_forward: ModelForward, averaging: float, refresh: int
+        self,
+        layers: Sequence[AveragedLayer],
+        model_forward: ModelForward,
+        averaging: float,
+        refresh: int,
+        loss_reduction: LossReduction,
     ) -> None:
         self.layers = list(layers)
         self.steps = 0
         self._model_forward, self._averaging, self._refresh = model_forward, averaging, refresh
-        self._samples = torch.empty(0)
+        self._loss_reduction = loss_reduction
+        self._divisor = torch.empty(0)  # what the losses of the passes observed so far divide by
         self._is_observing = False
         self.observe()
 
@@ -53,8 +66,9 @@ class Averages:
         if self._is_observing or not self.layers or (self.steps % self._refresh and not at_once):
             return
         self._is_observing = True
-        self._samples = torch.zeros((), device=self.layers[0].weight.device)
+        self._divisor = torch.zeros((), device=self.layers[0].weight.device)
         self._model_forward.counters.append(self._count)
+        self._model_forward.builds_graphs = False
         for layer in self.layers:
             layer.observer.put_on()
         self._model_forward.hold()
@@ -70,16 +84,15 @@ class Averages:
             layer.observer.take_off()
 
     def _count(self, samples: int) -> None:
-        self._samples.add_(samples)
+        self._divisor.add_(loss_divisor(self._loss_reduction, samples))
 
     @torch.no_grad()
-    def before_step(self, groups: dict[Tensor, dict[str, Any]], bound: float | None, scale: Any) -> None:
+    def before_step(self, bound: float | None, rate_of: Callable[[Sequence[Tensor]], Any]) -> None:
         """Take in what was observed, and multiply the gradients.
 
         Args:
-            groups: the optimiser's group of each parameter.
             bound: β of the bound; None: there is none.
-            scale: by which a scaler has multiplied the gradients, where a fused optimiser divides by it.
+            rate_of: how far a step moves parameters along their gradients, for the bound.
         """
         for layer in self.layers:
             layer.check_weight()
@@ -88,7 +101,7 @@ class Averages:
         corrected = [one for layer in self.layers if (one := _corrected(layer)) is not None]
         factors: list[Tensor | None] = [None] * len(corrected)
         if bound is not None:
-            rates = [rate_in_the_long_run(groups[one.layer.weight]) / scale for one in corrected]
+            rates = [rate_of(one.parameters) for one in corrected]
             changes = _squared_changes(corrected)
             factors = [shortening(bound, rate**2 * change) for rate, change in zip(rates, changes, strict=True)]
         for one, factor in zip(corrected, factors, strict=True):
@@ -100,18 +113,19 @@ class Averages:
     def _take_in(self) -> None:
         """Give the layers what was observed on all ranks. The host reads a few numbers, once for all layers."""
         self.stop_observing()
-        device = self._samples.device
+        device = self._divisor.device
         observers = [layer.observer for layer in self.layers]
-        counts = torch.stack([self._samples, *(observer.samples.to(device) for observer in observers)])
-        *moments, counts = add_up([*(observer.moment for observer in observers), counts])
+        divisors = torch.stack([self._divisor, *(observer.divisor.to(device) for observer in observers)])
+        *moments, divisors = add_up([*(observer.moment for observer in observers), divisors])
         traces = [moment.diagonal(dim1=-2, dim2=-1).sum().to(device) for moment in moments]
         rows = [moment[0, -1, -1].to(device) for moment in moments]
         numbers = torch.stack([torch.stack(traces), torch.stack(rows)]).tolist()
-        samples, *own_samples = counts.tolist()
-        for layer, moment, trace, row, own in zip(self.layers, moments, *numbers, own_samples, strict=True):
+        common, *own = divisors.tolist()
+        for layer, moment, trace, row, its in zip(self.layers, moments, *numbers, own, strict=True):
             layer.observer.forget()
             if row > 0 and math.isfinite(trace):
-                layer.refresh(moment, row, samples + own, self._averaging)
+                divisor = 1.0 if self._loss_reduction == "sum" else common + its
+                layer.refresh(moment, row, divisor, self._averaging)
 
     def state_dict(self) -> dict[str, Any]:
         """What a later run goes on from."""
@@ -122,20 +136,36 @@ class Averages:
             "layers": {name: dict(average) for name, average in kept.items()},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+    def read(self, state: Any) -> "State":
+        """What a saved state says; raises if it is none of these layers'."""
+        try:
+            averages = {name: Average(**kept) for name, kept in state["layers"].items()}
+            read = State(int(state["steps"]), bool(state["is_observing"]), averages)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise ValueError(f"this is no state of averages, or one of another version: {error!r}") from error
         known = {layer.name: layer for layer in self.layers}
-        averages = {name: Average(**kept) for name, kept in state["layers"].items()}
         unknown = [name for name in averages if name not in known]
         if unknown:
             raise ValueError(f"the state has averages of layer {unknown[0]!r}, which has none here")
         for name, average in averages.items():
             known[name].check(average)
+        return read
+
+    def go_on_from(self, state: "State") -> None:
+        """Go on from a state."""
         self.stop_observing()
-        self.steps = int(state["steps"])
-        for name, layer in known.items():
-            layer.start_from(averages.get(name))
-        self.observe(at_once=bool(state["is_observing"]))
+        self.steps = state.steps
+        for layer in self.layers:
+            layer.start_from(state.averages.get(layer.name))
+        self.observe(at_once=state.is_observing)
+
+
+class State(NamedTuple):
+    """What a later run goes on from."""
+
+    steps: int
+    is_observing: bool
+    averages: dict[str, Average]
 
 
 def _corrected(layer: AveragedLayer) -> Corrected | None:

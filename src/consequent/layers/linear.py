@@ -36,7 +36,7 @@ class Linear(Operation):
         if inputs.ndim == 2:
             return product(self, inputs)
         rows = product(self, inputs.reshape(-1, self.features))
-        return rows.view(*inputs.shape[:-1], -1)
+        return rows.view(*inputs.shape[:-1], rows.shape[-1])
 
     def apply(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``Z``."""

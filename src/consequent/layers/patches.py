@@ -79,14 +79,8 @@ def _patch_view(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Siz
 
     ``F.unfold`` would copy, one image after the other, and knows only two dimensions.
     """
-    steps = padded.stride()[2:]
-    view: Tensor = padded.as_strided(
-        (*padded.shape[:2], *positions(padded.shape[2:], kernel_size, stride, dilation), *kernel_size),
-        (
-            *padded.stride()[:2],
-            *(step * s for step, s in zip(steps, stride, strict=True)),
-            *(step * d for step, d in zip(steps, dilation, strict=True)),
-        ),
-        padded.storage_offset(),
-    ).unflatten(1, (groups, -1))
-    return view
+    view: Tensor = padded
+    for dim, (k, s, d) in enumerate(zip(kernel_size, stride, dilation, strict=True), start=2):
+        view = view.unfold(dim, d * (k - 1) + 1, s)[..., ::d]
+    by_group: Tensor = view.unflatten(1, (groups, padded.shape[1] // groups))
+    return by_group

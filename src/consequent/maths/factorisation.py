@@ -21,7 +21,10 @@ SMALL = 128
 
 
 class Solved(NamedTuple):
-    """A solution, and how many of the factorisations failed: a number, or a tensor where the host did not look."""
+    """A solution, and how many of the factorisations failed: a number, or a tensor where the host did not look.
+
+    Matrices with NaN or inf do not count: what comes out of them is NaN, as it would be anyway.
+    """
 
     solution: Tensor
     failed: int | Tensor
@@ -39,14 +42,15 @@ def damped_solve(matrix: Tensor, right: Tensor, damping: Tensor, *, is_large: bo
     factor, is_sound = _factor(matrix, damping, is_large)
     may_look = may_sync(matrix)
     if may_look and not bool(is_sound.all()):
-        return Solved(_solve_by_eigenvalues(matrix, right, damping), int((~is_sound).sum()))
+        return Solved(_solve_by_eigenvalues(matrix, right, damping), int(_failed(matrix, is_sound)))
     if matrix.shape[-1] <= min(SMALL, right.shape[-1] - 1):
         solution = torch.cholesky_inverse(factor) @ right
     else:
         solution = torch.cholesky_solve(right, factor)
     if may_look:
         return Solved(solution, 0)
-    return Solved(torch.where(_wide(is_sound), solution, right / _wide(_trace(matrix) + damping)), (~is_sound).sum())
+    shortened = right / _wide(_trace(matrix) + damping)
+    return Solved(torch.where(_wide(is_sound), solution, shortened), _failed(matrix, is_sound))
 
 
 def damped_inverse(matrix: Tensor, damping: Tensor, *, is_large: bool = False) -> Solved:
@@ -55,11 +59,17 @@ def damped_inverse(matrix: Tensor, damping: Tensor, *, is_large: bool = False) -
     may_look = may_sync(matrix)
     if may_look and not bool(is_sound.all()):
         eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-        return Solved(_solve_by_eigenvalues(matrix, eye.expand_as(matrix), damping), int((~is_sound).sum()))
+        solution = _solve_by_eigenvalues(matrix, eye.expand_as(matrix), damping)
+        return Solved(solution, int(_failed(matrix, is_sound)))
     inverse = torch.cholesky_inverse(factor)
     if may_look:
         return Solved(inverse, 0)
-    return Solved(torch.where(_wide(is_sound), inverse, inverse / _wide(_trace(matrix) + damping)), (~is_sound).sum())
+    shortened = inverse / _wide(_trace(matrix) + damping)
+    return Solved(torch.where(_wide(is_sound), inverse, shortened), _failed(matrix, is_sound))
+
+
+def _failed(matrix: Tensor, is_sound: Tensor) -> Tensor:
+    return (~is_sound & _trace(matrix).isfinite()).sum()
 
 
 def _factor(matrix: Tensor, damping: Tensor, is_large: bool) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from consequent.maths.bound import relative_change
-from consequent.maths.checks import check_nonnegative
+from consequent.maths.checks import check_nonnegative, check_positive
 from consequent.maths.damping import Damping
 from consequent.maths.factorisation import damped_solve
 
@@ -118,7 +118,12 @@ def loss_divisor(reduction: LossReduction, samples: Any) -> Any:
         return samples
     if reduction == "sum":
         return 1
-    return reduction(samples) if callable(reduction) else reduction
+    if not callable(reduction):
+        return reduction
+    divisor = reduction(samples)
+    if not torch.compiler.is_compiling() and not isinstance(divisor, Tensor) and samples:
+        check_positive(f"loss_reduction({samples})", divisor, "it is what the loss divides a sum over samples by")
+    return divisor
 
 
 def consequential_gradient(

@@ -18,11 +18,14 @@ class Replacement(ABC):
 
     Args:
         module: whose.
+
+    Attributes:
+        is_on: whether it is called instead of the plain one.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
-        self._is_on = False
+        self.is_on = False
         self._is_placed = False  # perhaps below what others have put on top of it
         self._before: Any = None  # what was there instead of the class's own
         self._method = MethodType(_with_source_of(module.forward, self._forward()), module)
@@ -34,19 +37,23 @@ class Replacement(ABC):
 
     def put_on(self) -> None:
         """From now on it is called."""
-        self._is_on = True
+        self.is_on = True
         if not self._is_placed or "forward" not in self.module.__dict__:
             self._is_placed, self._before = True, self.module.__dict__.get("forward")
             self.module.forward = self._method
 
     def take_off(self) -> None:
         """From now on the one before is called again."""
-        self._is_on = False  # where it stays below others, it only calls the plain one
-        if self.module.__dict__.get("forward") is self._method:
-            self._is_placed = False
-            del self.module.forward
-            if self._before is not None:
-                self.module.forward = self._before
+        self.is_on = False  # where it stays below others, it only calls the plain one
+        if self.module.__dict__.get("forward") is not self._method:
+            return
+        self._is_placed = False
+        del self.module.forward
+        if self._before is not None:
+            self.module.forward = self._before
+            below = _replacement_of(self.module)
+            if below is not None and not below.is_on:  # was taken off while it was below this one
+                below.take_off()
 
     def plain(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module, or a copy of it, would compute without this."""
@@ -59,7 +66,7 @@ class Replacement(ABC):
         replacement = self
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:  # refers to its closure alone
-            if self is replacement.module and replacement._is_on:
+            if self is replacement.module and replacement.is_on:
                 return replacement.call(args, kwargs)
             return replacement.plain(self, args, kwargs)
 
@@ -70,10 +77,15 @@ def clean_copies(model: nn.Module) -> None:
     """Take off what copies and pickles of corrected modules have left: it only calls the plain forward."""
     for module in model.modules():
         function = getattr(module.__dict__.get("forward"), "__func__", None)
-        replacement = getattr(function, "replacement", None)
+        replacement = _replacement_of(module)
         is_copied = replacement is not None and replacement.module is not module
         if is_copied or (function is not None and function is type(module).forward):
             del module.forward
+
+
+def _replacement_of(module: nn.Module) -> Replacement | None:
+    """What has replaced the module's forward, if it was one of ours."""
+    return getattr(getattr(module.__dict__.get("forward"), "__func__", None), "replacement", None)
 
 
 def _with_source_of(plain: Any, forward: Any) -> Any:

@@ -1,28 +1,39 @@
 """Samples enter the model: N, one number for all layers, and how often each weight is used in a forward pass."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from consequent.maths.torch_private import in_backward_pass
 from consequent.minibatch.forwards import Replacement
 from consequent.minibatch.product import Calls
 
 
-class ForwardPass:
-    """One call of the model.
+class WeightCalls:
+    """How often a weight is used.
+
+    Attributes:
+        in_this_pass: the calls in the forward pass under way.
+        in_last_pass: how many there were in the one before. Compiled code goes by this.
+    """
+
+    def __init__(self) -> None:
+        self.in_this_pass = Calls()
+        self.in_last_pass = 1
+
+
+class ForwardPass(NamedTuple):
+    """One call of the model with gradients wanted, though perhaps not of each part of it.
 
     Attributes:
         samples: N, the leading dimension of the first tensor that entered; None if none did.
-        builds_graph: whether gradients are wanted, though perhaps not of each part of it.
-        calls: of each weight so far, by the name of its layer.
+        is_repeated: whether checkpointing computes it once more.
     """
 
-    def __init__(self, samples: int | None) -> None:
-        self.samples = samples
-        self.builds_graph = torch.is_grad_enabled()
-        self.calls: dict[str, Calls] = {}
+    samples: int | None
+    is_repeated: bool
 
 
 class ModelForward(Replacement):
@@ -30,16 +41,18 @@ class ModelForward(Replacement):
 
     Attributes:
         current: that pass, the outermost one if the model calls itself.
-        calls: how often each weight was used in the last pass, by the name of its layer. Compiled code goes by this.
-        counters: told of the samples of each pass that builds a graph.
+        weights: how often each is used.
+        counters: told of the samples of each pass.
+        builds_graphs: whether there was a pass outside of backward passes, so that those inside are repeated ones.
         correction: whose it is.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.current: ForwardPass | None = None
-        self.calls: dict[str, int] = {}
+        self.weights: list[WeightCalls] = []
         self.counters: list[Callable[[int], None]] = []
+        self.builds_graphs = False
         self.correction: Any = None
         self._users = 0
 
@@ -56,19 +69,24 @@ class ModelForward(Replacement):
             self.take_off()
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The plain forward, with the pass under way meanwhile."""
-        if self.current is not None:
+        """The plain forward, with the pass under way meanwhile. Evaluations, also those of other threads, are none."""
+        if self.current is not None or not torch.is_grad_enabled():
             return self.plain(self.module, args, kwargs)
         tensor = first_tensor((args, kwargs))
-        self.current = ForwardPass(None if tensor is None else tensor.shape[0])
-        if tensor is not None and self.current.builds_graph:
+        is_repeated = bool(self.counters) and in_backward_pass() and self.builds_graphs
+        self.current = ForwardPass(None if tensor is None else tensor.shape[0], is_repeated)
+        if self.counters and not in_backward_pass():
+            self.builds_graphs = True
+        if tensor is not None and not is_repeated:
             for count in self.counters:
                 count(tensor.shape[0])
+        for weight in self.weights:
+            weight.in_this_pass = Calls()
         try:
             return self.plain(self.module, args, kwargs)
         finally:
-            for name, calls in self.current.calls.items():
-                self.calls[name] = calls.number
+            for weight in self.weights:
+                weight.in_last_pass = weight.in_this_pass.number or weight.in_last_pass
             self.current = None
 
 

@@ -10,7 +10,7 @@ from consequent.maths.damping import Damping
 from consequent.maths.ridge import LossReduction, loss_divisor
 from consequent.maths.torch_private import transforms_are_active
 from consequent.minibatch.forwards import Replacement
-from consequent.minibatch.model_forward import ModelForward
+from consequent.minibatch.model_forward import ModelForward, WeightCalls
 from consequent.minibatch.product import FAILED, Calls, Product
 
 
@@ -29,6 +29,7 @@ class OwnInputs(Replacement):
     Attributes:
         weight_owner: that other layer, or this one.
         sharing: all layers that have this one's weight.
+        calls: of the weight.
         measured: whether passes are measured for the bound.
         probe: whose gradient tells of backward passes (:mod:`consequent.minibatch.product`).
         failed: factorisations that it told of before.
@@ -47,13 +48,16 @@ class OwnInputs(Replacement):
         super().__init__(layer)
         self.name, self.kind, self.damping, self.model_forward = name, kind, damping, model_forward
         self.weight_owner, self.sharing = same_weight or self, [self.module]
-        if same_weight is not None:
+        if same_weight is None:
+            self.calls = WeightCalls()
+            model_forward.weights.append(self.calls)
+        else:
+            self.calls = same_weight.calls
             same_weight.sharing.append(self.module)
         self.probe = _probe(layer.weight)
         self.measured = False
         self.failed: float | Tensor = 0
         self._loss_reduction = loss_reduction
-        model_forward.calls[name] = 1
 
     @property
     def parameters(self) -> list[Any]:
@@ -85,11 +89,11 @@ class OwnInputs(Replacement):
         current, owner = self.model_forward.current, self.weight_owner
         samples = own_samples if current is None or current.samples is None else current.samples
         divisor = loss_divisor(self._loss_reduction, samples)
-        calls = Calls(owner.name) if current is None else current.calls.setdefault(owner.name, Calls(owner.name))
+        calls = self.calls.in_this_pass if current is not None else Calls()
         calls.number += 1
         is_compiling = torch.compiler.is_compiling()  # which traces the backward pass now
-        if is_compiling:
-            divisor = divisor / self.model_forward.calls[owner.name]
+        if is_compiling and current is not None:
+            divisor = divisor / self.calls.in_last_pass
         weight, bias = self.module.weight, getattr(self.module, "bias", None)
         if owner.probe.device != weight.device:
             owner.probe = _probe(weight)
@@ -112,18 +116,30 @@ def call_of(
 ) -> tuple[Operation, Tensor] | None:
     """The operation that a call of a layer is, and its inputs; None where the call is to stay plain.
 
-    Plain are calls with a frozen weight, with anything but ordinary tensors, and inside of ``torch.func``.
+    Plain are calls with a frozen weight, with anything but ordinary tensors, and inside of ``torch.func`` or
+    ``torch.jit.trace``.
     """
     if not layer.weight.requires_grad:
         return None
     found = kind.of_call(layer, args, kwargs)
-    if found is None or (not torch.compiler.is_compiling() and transforms_are_active()):
+    if found is None or (not torch.compiler.is_compiling() and (transforms_are_active() or _is_tracing())):
         return None
     operation, inputs = found
-    for tensor in (inputs, layer.weight):
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            return None
-    return (operation, inputs) if inputs.is_floating_point() and operation.accepts(inputs) else None
+    if not isinstance(inputs, Tensor) or inputs.layout is not torch.strided or not inputs.is_floating_point():
+        return None
+    if type(layer.weight) not in (Tensor, nn.Parameter) or not _is_ordinary(inputs):
+        return None
+    return (operation, inputs) if operation.accepts(inputs) else None
+
+
+def _is_tracing() -> bool:
+    """Whether ``torch.jit.trace`` is at work, which wants the plain layer."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Whether it is a tensor like any other, though perhaps of a class of its own; not a shard of one, or nested."""
+    return type(tensor) in (Tensor, nn.Parameter) or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _probe(weight: Any) -> Tensor:

@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from consequent.layers import Operation
 from consequent.maths.damping import Damping
@@ -24,9 +24,8 @@ PASSES, CHANGE, FAILED = range(3)
 class Calls:
     """The calls of a weight in one forward pass; how many they are is known when the pass is over."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.number = 0
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
 
 
 class Product(torch.autograd.Function):
@@ -77,6 +76,7 @@ class Product(torch.autograd.Function):
 
 def _gradients(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
     inputs, weight = ctx.saved_tensors
+    inputs, output_grad = ordinary(inputs), ordinary(output_grad)
     operation = ctx.operation
     input_grad = weight_grad = bias_grad = probe_grad = None
     if weight is not None:
@@ -122,14 +122,19 @@ def corrected_update(
     return update
 
 
+def ordinary(tensor: Tensor) -> Tensor:
+    """The tensor without a class of its own, which gradients and moments do not inherit."""
+    return tensor if type(tensor) in (Tensor, nn.Parameter) else tensor.as_subclass(Tensor)
+
+
 def _probe_gradient(update: Update) -> Tensor | None:
     """What the probe's gradient tells of one pass; None if there is nothing to tell."""
     if update.change is None and not isinstance(update.failed, Tensor) and update.failed == 0:
         return None
     change = torch.zeros((), device=update.weight.device) if update.change is None else update.change.float()
     failed = torch.as_tensor(update.failed, dtype=change.dtype, device=change.device)
-    is_finite = change.isfinite()  # a pass with NaN tells nothing, also of later ones
-    return torch.stack((is_finite.float(), torch.where(is_finite, change, 0), failed))
+    tells = change.isfinite() & (change > 0)  # a pass of NaN or of zeros tells nothing, also of later ones
+    return torch.stack((tells.float(), torch.where(tells, change, 0), failed))
 
 
 def _warn_of_differentiation(ctx: Any) -> None:
