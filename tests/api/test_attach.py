@@ -101,6 +101,21 @@ def test_an_optimiser_of_another_model():
         consequent.attach(sgd(perceptron()), perceptron())
 
 
+def test_a_parameter_in_two_optimisers():
+    model = perceptron()
+    with pytest.raises(ValueError, match="SGD and Adam hold the same parameter of layer '0'"):
+        consequent.attach([sgd(model), torch.optim.Adam(model[0].parameters())], model)
+
+
+@pytest.mark.parametrize("averaging", [0.0, 0.9])
+@pytest.mark.parametrize("divisor", [0, -3, "a", None, float("nan")])
+def test_a_loss_reduction_that_gives_no_divisor(divisor, averaging):
+    model = perceptron()
+    consequent.attach(sgd(model), model, loss_reduction=lambda n: divisor, averaging=averaging)
+    with pytest.raises((ValueError, TypeError), match=r"loss_reduction\(5\) must be .*, got"):
+        model(torch.randn(5, 4))
+
+
 def test_parameter_groups_with_a_damping_of_their_own_are_refused():
     model = perceptron()
     optimizer = torch.optim.SGD([{"params": model.parameters(), "damping": 0.3}], lr=0.1)
@@ -173,7 +188,20 @@ def test_a_correction_whose_optimiser_is_gone_gives_way(averaging):
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_parts_of_a_model_may_have_corrections_of_their_own():
+def test_a_failed_attach_leaves_nothing_behind():
+    class Refusing(torch.optim.SGD):
+        def register_step_pre_hook(self, hook):
+            raise RuntimeError("no hooks here")
+
+    model = perceptron()
+    with pytest.raises(RuntimeError, match="no hooks here"):
+        consequent.attach([sgd(model[0]), Refusing(model[2].parameters(), lr=0.1)], model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    consequent.attach(sgd(model), model)
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_parts_of_a_model_may_have_corrections_of_their_own(order):
     torch.manual_seed(0)
     model, x = perceptron(), torch.randn(5, 4)
     first, second = torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[2].parameters(), lr=0.1)
@@ -184,8 +212,9 @@ def test_parts_of_a_model_may_have_corrections_of_their_own():
     for one in (model, other):
         one(x).square().mean().backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))
-    for correction in corrections:  # the inner one first
+    for correction in corrections if order == "first" else corrections[::-1]:
         correction.detach()
+    assert not any("forward" in module.__dict__ for module in model.modules())
     model.zero_grad()
     plain = perceptron()
     for one in (model, plain):

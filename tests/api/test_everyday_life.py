@@ -6,11 +6,12 @@ import io
 import pickle
 import subprocess
 import sys
+import threading
 import weakref
 
 import pytest
 import torch
-from loops.networks import attached, network, one_pass
+from loops.networks import attached, batch, network, one_pass
 from torch import nn
 
 import consequent
@@ -94,8 +95,7 @@ def test_scripting_and_tracing(averaging):
     model, x = Branching(), torch.randn(3, 4)
     consequent.attach(torch.optim.SGD(model.parameters(), lr=0.1), model, averaging=averaging)
     torch.testing.assert_close(torch.jit.script(model)(x), model(x))
-    with torch.no_grad():
-        torch.testing.assert_close(torch.jit.trace(model, x, check_trace=False)(x), model(x))
+    torch.testing.assert_close(torch.jit.trace(model, x, check_trace=False)(x), model(x))
 
 
 @MECHANISMS
@@ -256,3 +256,73 @@ def test_a_model_that_moves_to_another_dtype_after_attaching():
         one_pass(one)
         stepping.step()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+class Image(torch.Tensor):
+    """A class of tensors, as libraries for images have them."""
+
+
+def stepped(averaging, run):
+    model, optimizer = attached(network(), 0.01, averaging=averaging)
+    run(model)
+    optimizer.step()
+    return [p.grad for p in model.parameters()]
+
+
+@MECHANISMS
+def test_tensors_of_a_class_of_their_own(averaging):
+    x, y = batch()
+
+    def run(model, x=x):
+        outputs = model(x)
+        assert type(outputs) is type(x)
+        nn.functional.cross_entropy(outputs, y).backward()
+
+    images = stepped(averaging, lambda model: run(model, x.as_subclass(Image)))
+    for grad, wanted in zip(images, stepped(averaging, run), strict=True):
+        assert type(grad) is torch.Tensor
+        torch.testing.assert_close(grad, wanted)
+
+
+@MECHANISMS
+@pytest.mark.parametrize("shape", [(0, 7, 4), (3, 0, 4), (0, 4)], ids=str)
+def test_empty_batches_of_sequences(averaging, shape):
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    consequent.attach(optimizer, model, averaging=averaging)
+    outputs = model(torch.randn(shape))
+    assert outputs.shape == (*shape[:-1], 2)
+    outputs.sum().backward()
+    optimizer.step()
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
+
+
+class Waiting(nn.Module):
+    """A model whose evaluation waits inside of its forward until it is told to go on."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.entered, self.go_on = model, threading.Event(), threading.Event()
+
+    def forward(self, x):
+        if not torch.is_grad_enabled():
+            self.entered.set()
+            assert self.go_on.wait(60)
+        return self.model(x)
+
+
+@MECHANISMS
+def test_an_evaluation_in_another_thread_changes_nothing(averaging):
+    wanted = stepped(averaging, one_pass)
+    model = Waiting(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    consequent.attach(optimizer, model, averaging=averaging)
+    evaluation = threading.Thread(target=torch.no_grad()(model), args=(batch(100)[0],))
+    evaluation.start()
+    assert model.entered.wait(60)
+    one_pass(model)
+    optimizer.step()
+    model.go_on.set()
+    evaluation.join()
+    for p, grad in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad, grad)

@@ -56,8 +56,12 @@ def test_torchs_own_words_for_its_own_arguments():
     with pytest.raises(ValueError, match="Invalid learning rate"):
         consequent.CSGD(nn.Linear(2, 2), lr=-1.0)
     model = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="alpha"):
+    with pytest.raises(TypeError, match=r"CSGD\(\) has no argument 'alpha'"):
         consequent.CSGD(model, alpha=0.9)
+    with pytest.raises(TypeError, match=r"CSGD\(\) has no argument 'averageing'; did you mean averaging\?"):
+        consequent.CSGD(model, averageing=0.9)
+    with pytest.raises(TypeError, match=r"CAdam\(\) has no argument 'amsgrat'; did you mean amsgrad\?"):
+        consequent.CAdam(model, amsgrat=True)
     assert "forward" not in model.__dict__
 
 

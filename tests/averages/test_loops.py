@@ -41,6 +41,25 @@ def test_micro_batches_equal_one_batch(parts, optimizer):
     check_same_grads(several, one, rtol=1e-7)
 
 
+@pytest.mark.parametrize("reduction", [12.0, lambda n: 3 * n], ids=["a number", "a function"])
+def test_a_loss_reduction_is_that_of_a_pass(reduction):
+    """Losses of k micro-batches are divided by k once more, whatever each divides by."""
+
+    def in_parts(model, step):
+        x, y = batch(12, seed=step)
+        for part, target in zip(x.split(4), y.split(4), strict=True):
+            divisor = 3 * 4 if callable(reduction) else reduction
+            (nn.functional.cross_entropy(model(part), target, reduction="sum") / divisor / 3).backward()
+
+    def whole_sum(model, step):
+        x, y = batch(12, seed=step)
+        (nn.functional.cross_entropy(model(x), y, reduction="sum") / 36).backward()
+
+    several = train(*attached(network(), 0.01, loss_reduction=reduction, **OPTIONS), in_parts)
+    one = train(*attached(network(), 0.01, loss_reduction=36.0, **OPTIONS), whole_sum)
+    check_same_grads(several, one, rtol=1e-7)
+
+
 def test_scaling_and_clipping_commute():
     def scaled(model, step):
         x, y = batch(12, seed=step)
@@ -118,6 +137,11 @@ def test_states_that_do_not_fit():
         correction.load_state_dict(state)
     with pytest.raises(ValueError, match=r"no state of a correction of 1 optimisers: its keys are \['model'\]"):
         correction.load_state_dict({"model": 3})
+    with pytest.raises(ValueError, match="no state of a correction of 1 optimisers: it is a list"):
+        correction.load_state_dict([state])
+    for wrong in (3, {}, {**state["averages"][0], "layers": []}, {**state["averages"][0], "layers": {"0": {}}}):
+        with pytest.raises(ValueError, match="this is no state of averages, or one of another version"):
+            correction.load_state_dict({"averages": [wrong]})
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -306,3 +330,57 @@ def test_checkpointing_observes_once(use_reentrant):
     one = train(*attached(network(), 0.01, **options), run)
     several = train(*attached(Checkpointed(*network()), 0.01, **options), run)
     check_same_grads(several, one, rtol=1e-7)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_of_the_whole_model_is_observed_once(use_reentrant):
+    def run(model, step):
+        x, y = batch(12, seed=step)
+        nn.functional.cross_entropy(checkpoint(model, x.requires_grad_(), use_reentrant=use_reentrant), y).backward()
+
+    states = []
+    for passes in (whole, run):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        correction = consequent.attach(optimizer, model, averaging=0.9, refresh=2)
+        trained = train(model, optimizer, passes, 4)
+        states.append((correction.state_dict()["averages"][0]["layers"]["5"], trained))
+    (one, wanted), (other, found) = states
+    assert (one["rows"], one["weight"], one["divisor"]) == (other["rows"], other["weight"], other["divisor"])
+    check_same_grads(found, wanted, rtol=1e-7)
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Two half-steps, of which the second is one of another optimiser inside; its own ``step`` is never called."""
+
+    def __init__(self, parameters, **options):
+        super().__init__(parameters, options)
+        self.base_optimizer = torch.optim.SGD(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        self.climbs = [(p, 0.01 * p.grad) for group in self.param_groups for p in group["params"]]
+        for p, climb in self.climbs:
+            p.add_(climb)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for p, climb in self.climbs:
+            p.sub_(climb)
+        self.base_optimizer.step()
+
+
+def test_sharpness_aware_minimisation():
+    model = network()
+    optimizer = SharpnessAware(model.parameters(), lr=0.01)
+    correction = consequent.attach(optimizer, model, averaging=0.9)
+    for half in (optimizer.first_step, optimizer.second_step):
+        whole(model, 0)
+        plain = grads_of(model)
+        half()
+    inverse = correction.averaged["7"].inverse(ones=True)
+    wanted = torch.cat([plain["7.weight"], plain["7.bias"][:, None]], dim=1) @ inverse.matrix[0]
+    torch.testing.assert_close(model[7].weight.grad, wanted[:, :-1])
+    assert correction.holds_bound

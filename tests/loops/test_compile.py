@@ -169,3 +169,46 @@ def test_models_that_differ_in_numbers_alone():
         for one in (eager, compiled):
             one(x).square().mean().backward()
         check_same_grads(grads_of(model), grads_of(eager), rtol=1e-4)
+
+
+class Block(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.mix, self.scale = nn.Conv2d(channels, channels, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return x + self.mix(nn.functional.pad(self.scale(x), (1, 1, 1, 1))).relu()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", [{}, {"averaging": 0.9, "refresh": 2}], ids=["own inputs", "averages"])
+def test_many_blocks_that_are_compiled_one_by_one(options, backend):
+    """More of them than Dynamo compiles of one function, so they must share what is compiled."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Block(4) for _ in range(10)])
+    eager, eager_optimizer = attached(plain, 0.01, **options)
+    model, optimizer = attached(plain, 0.01, **options)
+    for block in model:
+        block.compile(fullgraph=True, backend=backend)
+    for step in range(4):
+        x = torch.randn(5, 4, 3, 3, generator=torch.Generator().manual_seed(step))
+        for one, stepping in ((eager, eager_optimizer), (model, optimizer)):
+            stepping.zero_grad()
+            one(x).square().mean().backward()
+            stepping.step()
+    check_same_grads(grads_of(model), grads_of(eager), rtol=1e-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_convolution_with_fewer_positions_than_features(backend):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(16, 8, 3, stride=2, dilation=2), nn.Flatten(), nn.Linear(8, 3))
+    eager, _ = attached(plain)
+    model, _ = attached(plain)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for samples in (2, 5, 9):
+        x = torch.randn(samples, 16, 6, 6)
+        for one in (eager, compiled):
+            one.zero_grad()
+            one(x).square().mean().backward()
+        check_same_grads(grads_of(model), grads_of(eager), rtol=1e-4)

@@ -157,3 +157,55 @@ def test_several_micro_batches_are_bounded_by_their_sum():
         assert factor < 1
         for p, grad in zip(twin.get_submodule(name).parameters(), grads, strict=True):
             torch.testing.assert_close(p.grad, factor * grad, rtol=1e-6, atol=1e-12)
+
+
+def held(optimizer, model, x):
+    """By how much each layer's outputs change in one step, of its inputs' size, if the others stood still."""
+    before = copy.deepcopy(model)
+    half_squares(model(x)).backward()
+    optimizer.step()
+    changes, h = {}, x
+    for name, layer in before.named_children():
+        if isinstance(layer, nn.Linear):
+            with torch.no_grad():
+                step = model.get_submodule(name)(h) - layer(h)
+            inputs = torch.cat([h, torch.ones_like(h[:, :1])], dim=1)
+            changes[name] = float((step.square().mean() / inputs.square().mean()).sqrt())
+        h = layer(h).detach()
+    return changes
+
+
+@MECHANISMS
+@pytest.mark.parametrize("case", ["thawed", "a bias with a higher rate", "dampening"])
+def test_no_step_exceeds_it(case, options):
+    model, x = network("dense, many rows")
+    if case == "thawed":
+        model[0].requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    biases, weights = [p for p in trained if p.ndim == 1], [p for p in trained if p.ndim > 1]
+    rates = (10.0, 1000.0) if case == "a bias with a higher rate" else (100.0, 100.0)
+    momentum = {"momentum": 0.9, "dampening": 0.9} if case == "dampening" else {}
+    groups = [{"params": weights, "lr": rates[0]}, {"params": biases, "lr": rates[1]}]
+    optimizer = torch.optim.SGD(groups, lr=1.0, **momentum)
+    consequent.attach(optimizer, model, **options)
+    if case == "thawed":
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": model[0].parameters(), "lr": 100.0})
+    limit = 0.02 if case == "dampening" else 0.2  # the first gradient moves ten times as far in the long run
+    assert all(change <= limit * (1 + 1e-6) for change in held(optimizer, model, x).values())
+
+
+def test_passes_of_zeros_are_none():
+    model, x = network("dense, few rows")
+    grads = []
+    for zeros in (0, 3):
+        twin = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(twin.parameters(), lr=30.0)
+        consequent.attach(optimizer, twin)
+        half_squares(twin(x)).backward()
+        for _ in range(zeros):
+            (0 * half_squares(twin(x))).backward()
+        optimizer.step()
+        grads.append([p.grad for p in twin.parameters()])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)

@@ -13,8 +13,7 @@ from consequent.maths.ridge import LossReduction, loss_divisor
 from consequent.maths.torch_private import in_backward_pass
 from consequent.minibatch.forwards import Replacement
 from consequent.minibatch.model_forward import ModelForward
-from consequent.minibatch.own_inputs import call_of
-from consequent.minibatch.product import ordinary
+from consequent.minibatch.own_inputs import call_of, ordinary
 
 
 class InputObserver(Replacement):

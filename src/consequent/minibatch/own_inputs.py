@@ -78,7 +78,8 @@ class OwnInputs(Replacement):
         if found is None:
             return self.plain(self.module, args, kwargs)
         operation, inputs = found
-        return operation.call_product(inputs, self._product(operation.samples_in(inputs)))
+        outputs = operation.call_product(ordinary(inputs), self._product(operation.samples_in(inputs)))
+        return outputs if ordinary(inputs) is inputs else outputs.as_subclass(type(inputs))
 
     def _product(self, own_samples: int) -> Any:
         """The product for a call of the layer.
@@ -130,6 +131,11 @@ def call_of(
     if type(layer.weight) not in (Tensor, nn.Parameter) or not _is_ordinary(inputs):
         return None
     return (operation, inputs) if operation.accepts(inputs) else None
+
+
+def ordinary(tensor: Tensor) -> Tensor:
+    """The tensor without a class of its own."""
+    return tensor if type(tensor) in (Tensor, nn.Parameter) else tensor.as_subclass(Tensor)
 
 
 def _is_tracing() -> bool:

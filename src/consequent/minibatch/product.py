@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from consequent.layers import Operation
 from consequent.maths.damping import Damping
@@ -76,7 +76,6 @@ class Product(torch.autograd.Function):
 
 def _gradients(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
     inputs, weight = ctx.saved_tensors
-    inputs, output_grad = ordinary(inputs), ordinary(output_grad)
     operation = ctx.operation
     input_grad = weight_grad = bias_grad = probe_grad = None
     if weight is not None:
@@ -120,11 +119,6 @@ def corrected_update(
     if inputs.dtype is torch.float32 and may_sync(inputs) and update.failed:
         return corrected_update(operation, inputs.double(), output_grad.double(), damping, **options)
     return update
-
-
-def ordinary(tensor: Tensor) -> Tensor:
-    """The tensor without a class of its own, which gradients and moments do not inherit."""
-    return tensor if type(tensor) in (Tensor, nn.Parameter) else tensor.as_subclass(Tensor)
 
 
 def _probe_gradient(update: Update) -> Tensor | None:
