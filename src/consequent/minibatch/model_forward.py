@@ -73,7 +73,7 @@ class ModelForward(Replacement):
         if self.current is not None or not torch.is_grad_enabled():
             return self.plain(self.module, args, kwargs)
         tensor = first_tensor((args, kwargs))
-        is_repeated = bool(self.counters) and in_backward_pass() and self.builds_graphs
+        is_repeated = len(self.counters) > 0 and in_backward_pass() and self.builds_graphs
         self.current = ForwardPass(None if tensor is None else tensor.shape[0], is_repeated)
         if self.counters and not in_backward_pass():
             self.builds_graphs = True
