@@ -110,7 +110,7 @@ def _optimizers(given: Any) -> list[Optimizer]:
 def _inside(optimizer: Any) -> Optimizer | None:
     """The optimiser whose steps a trainer's wrapper, or sharpness-aware minimisation, takes."""
     inner = [getattr(optimizer, name, None) for name in ("optimizer", "base_optimizer")]
-    return next((one for one in inner if isinstance(one, Optimizer)), None)
+    return next((one for one in inner if isinstance(one, Optimizer) and one is not optimizer), None)
 
 
 def _unwrapped(model: Any) -> nn.Module:
@@ -120,7 +120,7 @@ def _unwrapped(model: Any) -> nn.Module:
             f"expected a torch.nn.Module, got {type(model).__name__}; the layers' inputs are needed, so pass the model "
             "itself and not its parameters"
         )
-    if isinstance(model, DataParallel):
+    if any(isinstance(module, DataParallel) for module in model.modules()):
         raise TypeError("nn.DataParallel calls copies of the layers, which stay plain; use DistributedDataParallel")
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise TypeError("FullyShardedDataParallel (FSDP1) flattens the layers' weights; use fully_shard (FSDP2)")

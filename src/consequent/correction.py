@@ -99,7 +99,7 @@ class Correction:
 
     @property
     def failed(self) -> int:
-        """How many factorisations failed so far, and got a shortened plain gradient. On a GPU this waits for it."""
+        """How many factorisations failed so far, and were solved in another way. On a GPU this waits for it."""
         told = [own.probe.grad for own in self.own_inputs.values() if own.probe.grad is not None]
         found = sum(float(grad[FAILED]) for grad in told) + sum(own.failed for own in self.own_inputs.values())
         return int(found) + sum(int(layer.failed) for layer in self.averaged.values())
@@ -107,7 +107,8 @@ class Correction:
     @property
     def holds_bound(self) -> bool:
         """Whether the bound is held for any layer."""
-        return any(step.holds_bound for step in self._optimizer_steps) and len(self.corrected) > 1
+        weights = {id(_weight(layer)) for layer in self.corrected.values()}
+        return any(step.holds_bound for step in self._optimizer_steps) and len(weights) > 1
 
     def detach(self) -> None:
         """Take everything off the model and the optimisers, which are plain again."""

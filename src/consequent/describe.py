@@ -29,9 +29,7 @@ def describe(correction: "Correction") -> str:
     elif settings.bound is not None:
         lines.append("  bound: off; it is for torch.optim.SGD, for several layers, and for own inputs on one rank")
     if correction.failed:
-        lines.append(
-            f"  {correction.failed} factorisations failed and got a shortened plain gradient: raise the damping"
-        )
+        lines.append(f"  {correction.failed} factorisations failed and were solved in another way: raise the damping")
     return "\n".join(lines)
 
 

@@ -109,7 +109,7 @@ class _Samples(Replacement):
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = first_tensor((args, kwargs))
-        self.number += 0 if tensor is None else tensor.shape[0]
+        self.number += 0 if tensor is None or not torch.is_grad_enabled() else tensor.shape[0]
         return self.plain(self.module, args, kwargs)
 
 

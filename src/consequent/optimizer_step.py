@@ -39,11 +39,13 @@ class OptimizerStep:
         self._own_inputs = [own for own in own_inputs if own.weight_owner is own]
         self._bound = bound if isinstance(optimizer, SGD) else None
         self._layers: list[Any] = list(layers)
-        self._handle = None
+        self._handles: list[Any] = []
+        self._under_way: list[Tensor | None] | None = None  # the gradients of the step under way
         for own in own_inputs:
             own.measured = own.measured or self._bound is not None
         if averages.layers or (self._bound is not None and own_inputs):
-            self._handle = optimizer.register_step_pre_hook(self._before_step)
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
     @property
     def holds_bound(self) -> bool:
@@ -53,22 +55,43 @@ class OptimizerStep:
     def remove(self) -> None:
         """Leave the optimiser and the layers alone."""
         self.averages.stop_observing()
-        if self._handle is not None:
-            self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Correct now, or after each call of the closure that computes the gradients."""
+        """Correct now, or after each call of the closure that computes the gradients.
+
+        A ``step`` that calls the one of its base class comes here twice. If a step raised, it is over, though nothing
+        was told of it: its gradients were others.
+        """
+        gradients = self._gradients()
+        known, self._under_way = self._under_way, gradients
+        if known is not None and all(one is other for one, other in zip(known, gradients, strict=True)):
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
+        if not callable(closure):
             self._correct(optimizer)
             return None
 
         def corrected() -> Any:
-            loss = closure()
+            try:
+                loss = closure()
+            except BaseException:
+                self._under_way = None
+                raise
             self._correct(optimizer)
+            self._under_way = self._gradients()
             return loss
 
-        return args[:1], {**kwargs, "closure": corrected}
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": corrected}
+        return (args[0], corrected, *args[2:]), kwargs
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._under_way = None
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [layer.weight.grad for layer in self._layers]
 
     @torch.no_grad()
     def _correct(self, optimizer: Any) -> None:

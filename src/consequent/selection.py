@@ -106,6 +106,8 @@ def _why_not(name: str, module: Any, kind: type[Operation], parent: nn.Module | 
         raise ValueError(  # noqa: TRY004
             f"layer {name!r} is lazy and has no weight yet: run one forward pass before attaching"
         )
+    if type(weight) is not nn.Parameter and not hasattr(weight, "placements"):
+        return f"its weight is of a class of its own, {type(weight).__name__}"
     if not weight.is_floating_point():
         return f"its weight is {weight.dtype}"
     if getattr(module, "bias", None) is not None and "bias" not in parameters:

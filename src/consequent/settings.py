@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 
 from torch import nn
 from torch.optim import Optimizer
@@ -61,7 +61,7 @@ class Settings:
             check_nonnegative("averaging", self.averaging, "0.95 keeps 95 % of the old average, 0 is own inputs")
             if self.averaging >= 1:
                 raise ValueError(f"averaging must be below 1, got {self.averaging!r}; 0.95 is usual")
-        if isinstance(self.refresh, bool) or not isinstance(self.refresh, int) or self.refresh < 1:
+        if isinstance(self.refresh, bool) or not isinstance(self.refresh, Integral) or self.refresh < 1:
             raise ValueError(f"refresh must be a whole number of steps ≥ 1, got {self.refresh!r}; 10 is usual")
         if self.bound is not None:
             check_positive("bound", self.bound, f"{BOUND} is usual, None is no bound")
@@ -102,6 +102,6 @@ def check_loss_reduction(reduction: LossReduction) -> None:
             "Say what it divides by: a number, or a function of N"
         )
     elif isinstance(reduction, Real):
-        check_positive("loss_reduction", float(reduction), "it is what the loss divides a sum over samples by")
+        check_positive("loss_reduction", reduction, "it is what the loss divides a sum over samples by")
     elif not callable(reduction):
         raise TypeError(f'loss_reduction must be "mean", "sum", a number or a function of N, got {reduction!r}')

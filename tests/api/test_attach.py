@@ -66,6 +66,7 @@ BAD = {
     "bound 0": ({"bound": 0}, ValueError, "bound must be finite and > 0, got 0"),
     "reduction": ({"loss_reduction": "average"}, ValueError, 'loss_reduction must be "mean", "sum", a number or'),
     "reduction 0": ({"loss_reduction": 0}, ValueError, "loss_reduction must be finite and > 0"),
+    "reduction True": ({"loss_reduction": True}, TypeError, "loss_reduction must be a number, got True"),
     "reduction None": ({"loss_reduction": None}, TypeError, "loss_reduction must be"),
     "mse": ({"loss_reduction": "mse"}, ValueError, r"lambda n: n \* outputs / 2"),
     "tokens": ({"loss_reduction": "tokens"}, ValueError, r"lambda n: n \* tokens"),
@@ -89,7 +90,7 @@ def test_what_is_no_optimiser_and_no_model():
     with pytest.raises(ValueError, match="needs an optimiser, got an empty list"):
         consequent.attach([], model)
     with pytest.raises(TypeError, match=r"nn.DataParallel calls copies"):
-        consequent.attach(sgd(model), nn.DataParallel(model))
+        consequent.attach(sgd(model), nn.Sequential(nn.DataParallel(model)))
     with pytest.raises(TypeError, match=r"CSGD\(model, 0.1\): the learning rate is a keyword, lr=0.1"):
         consequent.CSGD(model, 0.1)
     with pytest.raises(TypeError, match="CSGD takes the model itself, got generator"):
@@ -141,6 +142,7 @@ def test_wrappers_of_optimisers_are_looked_into():
 
     model = perceptron()
     optimizer = sgd(model)
+    optimizer.optimizer = optimizer
     correction = consequent.attach(Wrapper(optimizer), model, averaging=0.9)
     assert correction.optimizers == ["SGD"]
     assert len(optimizer._optimizer_step_pre_hooks) == 1
@@ -231,7 +233,7 @@ def test_failed_factorisations_are_counted_and_told_of(monkeypatch):
     assert correction.failed == 2
     optimizer.step()
     assert correction.failed == 2
-    assert "2 factorisations failed and got a shortened plain gradient: raise the damping" in repr(correction)
+    assert "2 factorisations failed and were solved in another way: raise the damping" in repr(correction)
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 

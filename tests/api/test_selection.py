@@ -108,6 +108,16 @@ def patched():
     return layer
 
 
+class Quantised(nn.Parameter):
+    pass
+
+
+def of_a_class():
+    layer = nn.Linear(3, 3)
+    layer.weight = Quantised(layer.weight.data)
+    return layer
+
+
 def with_bare_parameter():
     model = nn.Sequential(nn.Linear(3, 3))
     model.temperature = nn.Parameter(torch.ones(()))
@@ -133,6 +143,7 @@ REASONS = {
     "attention": (lambda: nn.MultiheadAttention(4, 2), "0.out_proj", "uses its weight without calling it"),
     "bare": (with_bare_parameter, "0", "parameters of its own, in none of its layers, stay plain: temperature"),
     "complex": (lambda: nn.Linear(3, 3, dtype=torch.complex64), "0", "its weight is torch.complex64"),
+    "class": (of_a_class, "0", "its weight is of a class of its own, Quantised"),
     "tied embedding": (
         lambda: tied(nn.Embedding(3, 5), nn.Linear(5, 3)),
         "0.1",

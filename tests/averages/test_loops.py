@@ -384,3 +384,99 @@ def test_sharpness_aware_minimisation():
     wanted = torch.cat([plain["7.weight"], plain["7.bias"][:, None]], dim=1) @ inverse.matrix[0]
     torch.testing.assert_close(model[7].weight.grad, wanted[:, :-1])
     assert correction.holds_bound
+
+
+class Clamped(torch.optim.SGD):
+    """A step of its own, which calls that of its base class."""
+
+    def step(self, closure=None, *, limit=2.0):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.clamp_(-limit, limit)
+        return loss
+
+
+@pytest.mark.parametrize("how", ["plain", "closure", "keyword"])
+def test_a_step_that_calls_its_base_class_corrects_once(how):
+    """torch calls hooks for either of them, once some SGD was made."""
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    model, optimizer = attached(network(), 0.01, Clamped, **OPTIONS)
+    one, its = attached(network(), 0.01, **OPTIONS)
+    x, y = batch(12)
+
+    def closure():
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)  # and a step that raises is over
+    for _ in range(4):
+        if how == "plain":
+            closure()
+        optimizer.step(*([closure] if how == "closure" else []), **({"closure": closure} if how == "keyword" else {}))
+        its.zero_grad()
+        loss_of(one, x, y).backward()
+        its.step()
+        check_same_grads(grads_of(model), grads_of(one))
+
+
+def test_a_step_that_takes_something_else():
+    class Scaled(torch.optim.SGD):
+        def step(self, loss):
+            self.seen = loss
+            return super().step()
+
+    model, optimizer = attached(network(), 0.01, Scaled, **OPTIONS)
+    whole(model, 0)
+    optimizer.step(3.0)
+    assert optimizer.seen == 3.0
+
+
+def first_step(model, run, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    consequent.attach(optimizer, model, **options)
+    run(model)
+    optimizer.step()
+    return grads_of(model)
+
+
+class Critic(nn.Module):
+    """Layers that are called with gradients off inside of the model's forward, and one that is called outside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.policy, self.value = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 1)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.target = self.body(2 * x)
+        self.h = torch.tanh(self.body(x))
+        return self.policy(self.h) + 0 * self.target[:, :3]
+
+
+def test_calls_without_gradients_and_calls_outside_of_the_model():
+    """At the first step averages are what own inputs are."""
+    torch.manual_seed(0)
+    plain, x = Critic().double(), torch.randn(7, 4, dtype=torch.float64)
+
+    def run(model):
+        (model(x).square().sum() / 14 + model.value(model.h).square().sum() / 14).backward()
+
+    own, averages = (first_step(copy.deepcopy(plain), run, averaging=beta) for beta in (0.0, 0.9))
+    check_same_grads(averages, own)
+
+
+def test_a_forward_pass_that_raises_ends():
+    """Here the divisor of the loss is not known at first, as when a cell of a notebook is run too early."""
+    known = {}
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    consequent.attach(optimizer, model, averaging=0.9, loss_reduction=lambda n: n * known["tokens"])
+    with pytest.raises(KeyError):
+        whole(model, 0)
+    known["tokens"] = 1
+    optimizer.zero_grad()
+    whole(model, 0)
+    optimizer.step()
+    check_same_grads(grads_of(model), first_step(network(), lambda one: whole(one, 0), averaging=0.9), rtol=1e-6)

@@ -205,6 +205,10 @@ def make_body(rng, net, mode, is_bounded):
             body[-1:] = [replace(other, **waits), action, Again()]
         elif rng.random() < 0.1:  # a pass that is given up
             body.append(replace(other, backward=False))
+        if mode == "averages":  # which observe what is reentrant once for each forward pass, in its backward pass
+            for one in body:
+                if isinstance(one, Pass) and (one.retain or not one.backward) and one.checkpoint == "reentrant":
+                    one.checkpoint = "saved"
         if rng.random() < 0.1:
             body.append(Evaluate(rng.randrange(10**6)))
     if factor != 1.0:

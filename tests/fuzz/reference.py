@@ -250,7 +250,8 @@ class Reference:
         if not calls or not all(moment.isfinite().all() for moment in moments):
             return
         outside = sum(self.case.divisor(call.samples) for call in calls if call.uses is None)
-        divisor = 1 if self.case.reduction == "sum" else optimizer.entered + outside
+        inside = optimizer.entered if any(call.uses is not None for call in calls) else 0
+        divisor = 1 if self.case.reduction == "sum" else inside + outside
         kept = self.case.averaging * old.weight if old else 0.0
         if old:
             moments = [m + kept * before for m, before in zip(moments, old.moments, strict=True)]

@@ -3,6 +3,7 @@
 While it is observed, a layer has another ``forward``. In the steps between it has its own, and its passes are plain.
 """
 
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -14,6 +15,14 @@ from consequent.maths.torch_private import in_backward_pass
 from consequent.minibatch.forwards import Replacement
 from consequent.minibatch.model_forward import ModelForward
 from consequent.minibatch.own_inputs import call_of, ordinary
+
+
+class Where(Enum):
+    """Where a layer is called: in the model's own forward, whose samples are counted there, or outside of it."""
+
+    INSIDE = auto()
+    OUTSIDE = auto()
+    NOWHERE = auto()
 
 
 class InputObserver(Replacement):
@@ -33,8 +42,10 @@ class InputObserver(Replacement):
         self.kind, self.model_forward = kind, model_forward
         self._loss_reduction = loss_reduction
         self.moment = torch.empty(0)  # Σ x xᵀ, a constant 1 being the last entry of every x: the corner counts rows
-        self.divisor = torch.empty(0)  # of the calls outside of the model's own forward
-        self._has_observed = False
+        self.calls_inside = torch.empty(0)  # of the model's own forward
+        self.divisor = torch.empty(0)  # of the calls outside of it
+        self._has_observed = False  # in a forward pass
+        self._passed_over = 0  # calls there with gradients off
 
     def put_on(self) -> None:
         """From now on inputs are observed."""
@@ -43,30 +54,47 @@ class InputObserver(Replacement):
         operation, dtype = self.kind.of(self.module), torch.promote_types(weight.dtype, torch.float32)
         size = operation.features + 1
         self.moment = torch.zeros(operation.groups, size, size, dtype=dtype, device=weight.device)
+        self.calls_inside = torch.zeros((), dtype=dtype, device=weight.device)
         self.divisor = torch.zeros((), dtype=dtype, device=weight.device)
-        self._has_observed = False
+        self._has_observed, self._passed_over = False, 0
 
     def forget(self) -> None:
         """Free what was seen."""
-        self.moment = self.divisor = torch.empty(0)
+        self.moment = self.calls_inside = self.divisor = torch.empty(0)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain outputs; the inputs are taken note of."""
-        found = call_of(self.kind, self.module, args, kwargs) if self._is_wanted() else None
+        outputs = self.plain(self.module, args, kwargs)
+        where = self._where()
+        found = None if where is Where.NOWHERE else call_of(self.kind, self.module, args, kwargs)
         if found is not None:
             operation, inputs = found
-            self._has_observed = True
             with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
                 operation.call_product(ordinary(inputs), self._add)
-                if self.model_forward.current is None or self.model_forward.current.samples is None:
+                if where is Where.INSIDE:
+                    self.calls_inside.add_(1)
+                else:
                     self.divisor.add_(loss_divisor(self._loss_reduction, operation.samples_in(inputs)))
-        return self.plain(self.module, args, kwargs)
+        return outputs
 
-    def _is_wanted(self) -> bool:
-        """Whether this call is one to be observed: not an evaluation, nor what checkpointing computes once more."""
-        if self.model_forward.current is not None:
-            return not self.model_forward.current.is_repeated
-        return torch.is_grad_enabled() and not (in_backward_pass() and self._has_observed)
+    def _where(self) -> Where:
+        """Where the call is; nowhere if it is an evaluation, or computed once more by checkpointing.
+
+        Checkpointing of the older kind turns gradients off at first, and computes with them in the backward pass.
+        """
+        current = self.model_forward.current
+        if not torch.is_grad_enabled():
+            if current is not None:
+                self._passed_over += 1
+            return Where.NOWHERE
+        if not in_backward_pass():
+            self._has_observed = True
+        elif current is None and self._passed_over > 0:
+            self._passed_over -= 1
+            return Where.INSIDE
+        elif self._has_observed if current is None else current.is_repeated:
+            return Where.NOWHERE
+        return Where.OUTSIDE if current is None or current.samples is None else Where.INSIDE
 
     def _add(self, operation: Operation, inputs: Tensor) -> Tensor:
         self.moment.add_(operation.second_moment(inputs, ones=True))

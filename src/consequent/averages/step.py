@@ -62,7 +62,7 @@ class Averages:
         self.observe()
 
     def observe(self, *, at_once: bool = False) -> None:
-        """InputObserver at the inputs from now on, if the next step is one of those for it, or if it has to be."""
+        """Observe inputs from now on, if the next step is one of those for it, or if it has to be."""
         if self._is_observing or not self.layers or (self.steps % self._refresh and not at_once):
             return
         self._is_observing = True
@@ -115,17 +115,21 @@ class Averages:
         self.stop_observing()
         device = self._divisor.device
         observers = [layer.observer for layer in self.layers]
-        divisors = torch.stack([self._divisor, *(observer.divisor.to(device) for observer in observers)])
-        *moments, divisors = add_up([*(observer.moment for observer in observers), divisors])
+        counts = [count.to(device) for one in observers for count in (one.calls_inside, one.divisor)]
+        *moments, counted = add_up(
+            [*(observer.moment for observer in observers), torch.stack([self._divisor, *counts])]
+        )
         traces = [moment.diagonal(dim1=-2, dim2=-1).sum().to(device) for moment in moments]
         rows = [moment[0, -1, -1].to(device) for moment in moments]
         numbers = torch.stack([torch.stack(traces), torch.stack(rows)]).tolist()
-        common, *own = divisors.tolist()
-        for layer, moment, trace, row, its in zip(self.layers, moments, *numbers, own, strict=True):
+        common, *own = counted.tolist()
+        for layer, moment, trace, row, inside, outside in zip(
+            self.layers, moments, *numbers, own[::2], own[1::2], strict=True
+        ):
             layer.observer.forget()
             if row > 0 and math.isfinite(trace):
-                divisor = 1.0 if self._loss_reduction == "sum" else common + its
-                layer.refresh(moment, row, divisor, self._averaging)
+                divisor = (common if inside else 0.0) + outside
+                layer.refresh(moment, row, 1.0 if self._loss_reduction == "sum" else divisor, self._averaging)
 
     def state_dict(self) -> dict[str, Any]:
         """What a later run goes on from."""

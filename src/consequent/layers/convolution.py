@@ -15,7 +15,7 @@ from consequent.layers.windowed import Windowed
 from consequent.maths.precision import at_least_float32
 from consequent.maths.products import with_ones
 
-# Forming a patch costs about as much as this many multiplications per model_forward.
+# Forming a patch costs about as much as this many multiplications per number.
 COST_OF_COPYING = 64
 
 _CONVOLVE = (torch.conv1d, torch.conv2d, torch.conv3d)

@@ -75,14 +75,14 @@ class ModelForward(Replacement):
         tensor = first_tensor((args, kwargs))
         is_repeated = len(self.counters) > 0 and in_backward_pass() and self.builds_graphs
         self.current = ForwardPass(None if tensor is None else tensor.shape[0], is_repeated)
-        if self.counters and not in_backward_pass():
-            self.builds_graphs = True
-        if tensor is not None and not is_repeated:
-            for count in self.counters:
-                count(tensor.shape[0])
-        for weight in self.weights:
-            weight.in_this_pass = Calls()
         try:
+            if self.counters and not in_backward_pass():
+                self.builds_graphs = True
+            if tensor is not None and not is_repeated:
+                for count in self.counters:
+                    count(tensor.shape[0])
+            for weight in self.weights:
+                weight.in_this_pass = Calls()
             return self.plain(self.module, args, kwargs)
         finally:
             for weight in self.weights:

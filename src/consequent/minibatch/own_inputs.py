@@ -149,4 +149,4 @@ def _is_ordinary(tensor: Tensor) -> bool:
 
 
 def _probe(weight: Any) -> Tensor:
-    return torch.zeros(3, device=weight.device, requires_grad=True)
+    return torch.zeros(3, dtype=torch.float32, device=weight.device, requires_grad=True)
