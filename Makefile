@@ -19,7 +19,7 @@ help:  ## Say what can be made.
 demo: $(LAB)  ## Race SGD, Adam and Muon against C-SGD and C-Adam on handwritten digits (half a minute).
 	@$(BIN)/consequent demo
 
-test: $(DEV) lint  ## Lint, types, doctests and all tests but the slow ones (six to eight minutes on two cores).
+test: $(DEV) lint  ## Lint, types, doctests and all tests but the slow ones (four to six minutes on two cores).
 	@echo "==> tests and doctests (two processes, one thread each)"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 
