@@ -10,7 +10,7 @@ from torch.optim import SGD, Optimizer
 
 from consequent.averages.ranks import ranks
 from consequent.averages.step import Averages
-from consequent.maths.bound import Rates, shortening
+from consequent.maths.bound import rate_in_the_long_run, shortening
 from consequent.maths.precision import may_sync
 from consequent.minibatch.own_inputs import OwnInputs
 from consequent.minibatch.product import CHANGE, PASSES
@@ -61,8 +61,8 @@ class OptimizerStep:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Correct now, or after each call of the closure that computes the gradients.
 
-        A ``step`` that calls the one of its base class comes here twice. If a step raised, it is over, though nothing
-        was told of it: its gradients were others.
+        A ``step`` that calls the one of its base class comes here twice, with the same gradients. A step that raised
+        is never told to be over; the gradients of the next one are others.
         """
         gradients = self._gradients()
         known, self._under_way = self._under_way, gradients
@@ -107,6 +107,31 @@ class OptimizerStep:
                 told = own.told()
                 if is_bounded and told is not None:
                     _shorten(own, told, rates, bound)
+
+
+class Rates:
+    """How far a step of SGD moves its parameters along their gradients, in the long run.
+
+    Args:
+        optimizer: the optimiser.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._states = optimizer.state
+        self.groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+        scale = getattr(optimizer, "grad_scale", None)  # a GradScaler's, by which fused optimisers divide themselves
+        self._scale = 1 if scale is None else scale
+
+    def of(self, parameters: Sequence[Tensor]) -> Any:
+        """The highest of these parameters' rates; 0 if the optimiser holds none of them."""
+        rates = [self._of(parameter) for parameter in parameters if parameter in self.groups]
+        if any(isinstance(rate, Tensor) for rate in rates):  # which the host does not look at
+            rates = [torch.stack([torch.as_tensor(rate, device=parameters[0].device) for rate in rates]).amax()]
+        return max(rates, default=0.0) / self._scale
+
+    def _of(self, parameter: Tensor) -> Any:
+        state = self._states.get(parameter, {})
+        return rate_in_the_long_run(self.groups[parameter], is_first=state.get("momentum_buffer") is None)
 
 
 def _is_alone() -> bool:

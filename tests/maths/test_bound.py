@@ -192,7 +192,9 @@ def test_no_step_exceeds_it(case, options):
         model[0].requires_grad_(True)
         optimizer.add_param_group({"params": model[0].parameters(), "lr": 100.0})
     limit = 0.02 if case == "dampening" else 0.2  # the first gradient moves ten times as far in the long run
-    assert all(change <= limit * (1 + 1e-6) for change in held(optimizer, model, x).values())
+    changes = held(optimizer, model, x).values()
+    assert max(changes) <= limit * (1 + 1e-6)
+    assert min(changes) > 0.8 * limit or case == "a bias with a higher rate"  # it is no shorter than it need be
 
 
 def test_passes_of_zeros_are_none():

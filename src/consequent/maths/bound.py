@@ -16,7 +16,6 @@ The learning rate counts in this only where the step is proportional to the grad
 Where weight and bias have different rates, the higher one counts.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,28 +64,3 @@ def rate_in_the_long_run(group: dict[str, Any], *, is_first: bool = False) -> An
         return rate
     dampening = 0.0 if is_first else float(group["dampening"])
     return rate * (1 - dampening) / (1 - momentum) if 0 < momentum < 1 else 0.0
-
-
-class Rates:
-    """How far a step of SGD moves its parameters along their gradients, in the long run.
-
-    Args:
-        optimizer: the optimiser.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self._states = optimizer.state
-        self.groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-        scale = getattr(optimizer, "grad_scale", None)  # a GradScaler's, by which fused optimisers divide themselves
-        self._scale = 1 if scale is None else scale
-
-    def of(self, parameters: Sequence[Tensor]) -> Any:
-        """The highest of these parameters' rates; 0 if the optimiser holds none of them."""
-        rates = [self._of(parameter) for parameter in parameters if parameter in self.groups]
-        if any(isinstance(rate, Tensor) for rate in rates):  # which the host does not look at
-            rates = [torch.stack([torch.as_tensor(rate, device=parameters[0].device) for rate in rates]).amax()]
-        return max(rates, default=0.0) / self._scale
-
-    def _of(self, parameter: Tensor) -> Any:
-        state = self._states.get(parameter, {})
-        return rate_in_the_long_run(self.groups[parameter], is_first=state.get("momentum_buffer") is None)
