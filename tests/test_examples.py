@@ -5,6 +5,7 @@ import re
 import runpy
 
 import pytest
+import torch
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
@@ -103,6 +104,29 @@ def test_with_accelerate(capsys):
     losses = losses_of("with_accelerate", capsys)
     state.AcceleratorState._reset_state(reset_partial_state=True)
     assert losses[-1] < 0.1 < losses[0]
+
+
+@pytest.fixture
+def default_dtype():
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.slow
+def test_burgers(capsys, tmp_path, monkeypatch, default_dtype):
+    monkeypatch.chdir(tmp_path)
+    assert float(re.search(r"^loss ([\d.e-]+)", run("burgers", capsys), re.M)[1]) < 1e-4
+    assert (tmp_path / "burgers.png").stat().st_size > 10_000
+
+
+def test_regression(capsys, default_dtype):
+    ours, theirs = (float(x) for x in re.findall(r"error ([\d.e-]+)", run("regression", capsys)))
+    assert ours < 1e-3
+    assert ours < theirs / 5
+
+
+def test_poisson_with_autograd(capsys, default_dtype):
+    assert float(re.search(r"error ([\d.e-]+)", run("poisson_with_autograd", capsys))[1]) < 1e-3
 
 
 def test_all_examples_are_tested():

@@ -5,6 +5,7 @@ mini-batch.
 
 * ``attach(optimizer, model)`` turns any torch optimiser into its consequentialist version, and gives a ``Correction``.
 * ``CSGD``, ``CAdam``, ``CAdamW``, ``CRMSprop`` are ready-made ones, built from a model.
+* ``WholeNetwork(model, residual)`` is an optimiser for residual problems (physics-informed networks, regression).
 * ``consequential_gradient(inputs, output_grads, damping)`` is the formula itself.
 * ``foresight(optimizer, model, closure)`` takes a step, and tells what it did to each layer's outputs.
 * ``filters`` has LMS, NLMS and affine projection, the ancestors for a single layer.
@@ -24,6 +25,7 @@ from consequent.foresight import foresight
 from consequent.maths.ridge import consequential_gradient
 from consequent.minibatch.warning import ConsequentWarning
 from consequent.optimizers import CSGD, CAdam, CAdamW, CRMSprop
+from consequent.whole.network import WholeNetwork
 
 __all__ = [
     "CSGD",
@@ -32,6 +34,7 @@ __all__ = [
     "CRMSprop",
     "ConsequentWarning",
     "Correction",
+    "WholeNetwork",
     "attach",
     "consequential_gradient",
     "filters",

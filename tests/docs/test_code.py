@@ -28,8 +28,11 @@ def test_the_code_of_a_page_runs_in_order(page, tmp_path, monkeypatch):
     names = {"__name__": "page"}
     if page.name == "README.md":
         names["model"] = nn.Linear(3, 2)
-    for block in blocks(page, "python"):
-        exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), names)
+    try:
+        for block in blocks(page, "python"):
+            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), names)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_no_block_is_missed():

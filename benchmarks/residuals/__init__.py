@@ -1,0 +1,14 @@
+"""Residual problems by the clock: ``WholeNetwork`` beside what people use today, with equal seconds for all.
+
+Fixed before any run: everybody has the same network, first weights and samples with the same seed, float64, one thread,
+and the same processor seconds (``--seconds``, 10) for each run. Each rival has four trials with seed 1000, and its best
+setting by the error at the end goes into five finals with seeds 0 to 4; ours has no setting and no trial. The measure
+is the relative error on held-out points when the time is over. "Ahead" is ahead in all pairs of seeds.
+
+    python -m benchmarks.residuals run --problems poisson-2d heat    # adds lines to results/residuals.jsonl
+    python -m benchmarks.residuals table                             # prints the table
+    python -m benchmarks.residuals figure docs/residuals.svg
+    python -m benchmarks.residuals one-step docs/whole-network.svg
+
+``torch-levenberg-marquardt`` (1.2.3) is installed without its dependencies: ``pip install --no-deps …``.
+"""

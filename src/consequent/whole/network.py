@@ -1,0 +1,231 @@
+"""``WholeNetwork``: an optimiser of residual problems, whose steps foresee the outputs of the whole network."""
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from consequent.maths.checks import check_nonnegative, check_positive
+from consequent.whole.jacobian import Jacobian
+from consequent.whole.residuals import Batch, Residual
+
+KEPT = 1e-3  # of the decrease that was promised, so much must come
+WELL_KEPT = 0.25  # from here on λ is lowered
+FIRST = 1e-2  # λ of the first step, in units of the mean diagonal element of J Jᵀ
+BEND = 0.1  # how far along a step the curvature is measured
+TRIES = 12  # of one step, each with a higher λ: up to 2⁶⁶ times the first
+
+Terms = list[tuple[Residual, Batch, float]]  # some samples of a term, and what their residuals are multiplied by
+
+
+class Step(NamedTuple):
+    """What a step did to the loss of its own samples, the decrease it promised, its λ, and how often it was tried."""
+
+    loss: float
+    new_loss: float
+    promised: float
+    damping: float
+    tries: int
+
+    def __str__(self) -> str:
+        came = (
+            f"{self.loss - self.new_loss:.2e} of {self.promised:.2e} promised" if self.promised else "nothing to gain"
+        )
+        return f"loss {self.loss:.3e} → {self.new_loss:.3e} ({came}), damping {self.damping:.1e}, tries {self.tries}"
+
+
+class WholeNetwork(Optimizer):
+    """Move the outputs of the whole network, not each layer's, straight toward their targets.
+
+    With the residuals r of the samples and their Jacobian J by all parameters, a step is
+    ``Δθ = −Jᵀ (J Jᵀ + λI)⁻¹ (r + r''/2)``, or the same by ``JᵀJ`` where there are fewer parameters than residuals. r''
+    is the second derivative of the residuals along the step: how its consequences bend (geodesic acceleration). The
+    decrease of the loss is compared with what the step promised. λ follows from that; a step that breaks its promise is
+    taken back, and tried again with a higher λ. The loss is the mean square of the residuals, of several terms the
+    weighted sum.
+
+    Args:
+        model: the network. All its parameters that require gradients are trained.
+        residual: ``residual(model, *sample)``, what one sample leaves over: a number or a vector, with derivatives by
+            ``torch.func``. Several terms by name: ``{"interior": …, "boundary": …}``.
+        weights: of terms, by name; 1 for the others.
+        damping: λ of the first step. None: a hundredth of the mean diagonal element of ``J Jᵀ``.
+        batched: residuals are written for a batch, with derivatives by ``torch.autograd.grad``; parameters may be used
+            in linear layers alone.
+        memory: the bytes that a step may take. None: what the machine or the GPU has.
+        progress: print a line at every so many steps; 0: none.
+
+    Example:
+        >>> import torch, consequent
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 20), torch.nn.Tanh(), torch.nn.Linear(20, 1)).double()
+        >>> x = torch.linspace(-3, 3, 50).double()[:, None]
+        >>> solver = consequent.WholeNetwork(model, lambda model, x, y: model(x) - y)
+        >>> for _ in range(30):
+        ...     loss = solver.step(x, x.sin())
+        >>> loss < 1e-8
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        residual: Callable[..., Tensor] | Mapping[str, Callable[..., Tensor]],
+        *,
+        weights: Mapping[str, float] | None = None,
+        damping: float | None = None,  # λ
+        batched: bool = False,
+        memory: float | None = None,
+        progress: int = 0,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}; WholeNetwork(model, residual)")
+        terms = dict(residual) if isinstance(residual, Mapping) else {"": residual}
+        if not terms or not all(map(callable, terms.values())):
+            raise TypeError(f"residual must be a function, or a dict of functions by name, got {residual!r}")
+        self.weights = dict.fromkeys(terms, 1.0) | dict(weights or {})
+        if self.weights.keys() != terms.keys():
+            raise ValueError(f"weights={weights!r} names other terms than {list(terms)}")
+        for name, weight in self.weights.items():
+            check_positive(f"the weight of {name!r}", weight, "leave out a term that is not to count")
+        if damping is not None:
+            check_positive("damping", damping, "None lets the first step choose")
+        if memory is not None:
+            check_positive("memory", memory, "it is in bytes, as 4e9")
+        check_nonnegative("progress", progress, "1 prints a line at each step")
+        self.model, self.memory, self.progress = model, memory, progress
+        self.residuals = {name: Residual(name, one, model, batched) for name, one in terms.items()}
+        self.last: Step | None = None
+        self._known: dict[Any, tuple[int, float]] = {}
+        super().__init__(model.parameters(), {"damping": damping, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, *batch: Any, **batches: Any) -> float:  # type: ignore[override]
+        """Take a step, and return the loss before it; ``solver.last`` tells the rest.
+
+        Args:
+            *batch: what the residual takes, with a row for each sample: ``step(x, y)``.
+            **batches: of several terms, by name: ``step(interior=x, boundary=(x, y))``.
+        """
+        given = self._checked(batch, batches)
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        terms, room = self._terms(given, trained)
+        rows = [residual.rows(some, scale) for residual, some, scale in terms]
+        jacobian = Jacobian(rows, {name: p.shape for name, p in trained.items()}, room)
+        parameters, before = list(trained.values()), [p.clone() for p in trained.values()]
+        try:
+            self.last = self._follow(terms, jacobian, parameters, before)
+        except BaseException:
+            _put_back(parameters, before)
+            raise
+        group = self.param_groups[0]
+        group["steps"] += 1
+        if self.progress and group["steps"] % self.progress == 0:
+            print(f"step {group['steps']}: {self.last}", flush=True)
+        return self.last.loss
+
+    def _follow(self, terms: Terms, jacobian: Jacobian, parameters: list[Any], before: list[Tensor]) -> Step:
+        """Try steps until one keeps its promise."""
+
+        def residuals_after(change: Tensor, length: float = 1.0) -> Tensor:
+            for p, its in zip(parameters, change.split([p.numel() for p in parameters]), strict=True):
+                p.sub_(its.view_as(p), alpha=length)
+            return torch.cat([scale * one.values(some).flatten() for one, some, scale in terms])
+
+        group, values, system = self.param_groups[0], jacobian.values, jacobian.smaller_system()
+        eps, loss = torch.finfo(values.dtype).eps, float(values.square().sum())
+        mean, gradient = float(system.diagonal().sum()) / len(values), jacobian.transposed_times(values)
+        if not math.isfinite(mean):
+            raise ValueError("a derivative of the residuals by the parameters is not finite; nothing was changed")
+        damping, growth = FIRST * mean if group["damping"] is None else group["damping"], 2.0
+        for tries in range(1, TRIES + 1):
+            damping = max(damping, eps * mean)
+            damped = system.clone()
+            damped.diagonal().add_(damping)
+            factor, info = torch.linalg.cholesky_ex(damped)
+            if int(info) == 0:  # otherwise there are too few digits for so small a λ
+                solution = torch.cholesky_solve(jacobian.into_system(values)[:, None], factor)
+                change = jacobian.out_of_system(solution[:, 0])
+                promised = float(gradient @ change + damping * change @ change)
+                if promised <= 4 * eps * loss:  # less than rounding
+                    break
+                bend = jacobian.into_system(residuals_after(change, BEND) - values)[:, None] + BEND * system @ solution
+                _put_back(parameters, before)
+                change += jacobian.out_of_system(torch.cholesky_solve(bend, factor)[:, 0]) / BEND**2
+                new_loss = float(residuals_after(change).square().sum())
+                came = (loss - new_loss) / promised
+                if came > KEPT:
+                    group["damping"] = damping / 3 if came > WELL_KEPT else damping * 1.5
+                    return Step(loss, new_loss, promised, damping, tries)
+                _put_back(parameters, before)
+            damping, growth = damping * growth, growth * 2
+        return Step(loss, loss, 0.0, damping, tries)
+
+    def _terms(self, given: dict[str, Any], trained: dict[str, nn.Parameter]) -> tuple[Terms, float]:
+        """The samples of all terms, as many at a time as there is memory for, and the bytes that are left for this."""
+        known, thawed = {}, tuple(trained)
+        for name, its in given.items():
+            key = (name, thawed, *(one.shape[1:] for one in its))
+            known[name] = self._known.get(key) or self.residuals[name].looked_at([one[:2] for one in its])
+            self._known[key] = known[name]
+        number = sum(len(its[0]) * known[name][0] for name, its in given.items())
+        size, some = sum(p.numel() for p in trained.values()), next(iter(trained.values()))
+        side = min(size, number)  # of the system, of which there are three: itself, damped, factorised
+        taken = 24 * side**2 + sum(len(its[0]) * known[name][1] for name, its in given.items())
+        allowed = _memory_of(some.device) if self.memory is None else self.memory
+        if taken + 64 * side > allowed:
+            raise MemoryError(
+                f"a step with {number:,} residuals and {size:,} parameters takes {taken / 1e9:.3g} GB, and "
+                f"{allowed / 1e9:.3g} GB are there: give it fewer samples, or raise memory="
+            )
+        terms: Terms = []
+        for name, its in given.items():
+            components, of_sample = known[name]
+            dense = 2 * size * components * some.element_size() if side == size else 0  # the Jacobian, if it is formed
+            at_once = max(1, int((allowed - taken) / (8 * of_sample + dense)))  # 8: the graph of the backward pass
+            scale = math.sqrt(self.weights[name] / (len(its[0]) * components))
+            split = zip(*(one.split(at_once) for one in its), strict=True)
+            terms += [(self.residuals[name], part, scale) for part in split]
+        return terms, allowed - taken
+
+    def _checked(self, batch: Any, batches: dict[str, Any]) -> dict[str, Any]:
+        """The samples of each term."""
+        if batch and callable(batch[0]):
+            raise TypeError("step() takes samples, not a closure: step(x, y)")
+        given = {"": batch} if batch and not batches else batches
+        if given.keys() != self.residuals.keys():
+            wanted = ", ".join(f"{name}=…" for name in self.residuals if name) or "x, …"
+            raise TypeError(f"step({wanted}) is wanted; got {len(batch)} tensors, and the terms {list(batches)}")
+        found = {name: (its,) if isinstance(its, Tensor) else tuple(its) for name, its in given.items()}
+        for name, its in found.items():
+            shapes = [list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in its]
+            lengths = {shape[0] if isinstance(shape, list) and shape else 0 for shape in shapes}
+            if len(lengths) != 1 or 0 in lengths:
+                raise ValueError(f"{self.residuals[name]} takes tensors with a row for each sample, got {shapes}")
+        kinds = sorted({f"{p.dtype} on {p.device}" for p in self.model.parameters() if p.requires_grad})
+        if len(kinds) != 1 or not kinds[0].startswith(("torch.float32", "torch.float64")):
+            raise ValueError(
+                f"the trained parameters must be of one type, float32 or float64, on one device; got {kinds}"
+            )
+        return found
+
+    def __repr__(self) -> str:
+        sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
+        terms = ", ".join(f"{name or 'one residual'} (weight {self.weights[name]:g})" for name in self.residuals)
+        done = f"{self.param_groups[0]['steps']} steps" + (f", the last: {self.last}" if self.last else "")
+        return f"WholeNetwork of {sum(sizes):,} parameters in {len(sizes)} tensors\n  {terms}\n  {done}"
+
+
+def _put_back(parameters: list[Any], before: list[Tensor]) -> None:
+    for parameter, its in zip(parameters, before, strict=True):
+        parameter.data.copy_(its)
+
+
+def _memory_of(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if hasattr(os, "sysconf") else math.inf

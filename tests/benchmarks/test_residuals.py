@@ -1,0 +1,137 @@
+"""The study of residual problems: its equations, its runs, and what docs/whole-network.md says of it."""
+
+import math
+import pathlib
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.residuals import contestants, problems, runs, summary
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "whole-network.md").read_text()
+LINES = runs.read(ROOT / "results" / "residuals.jsonl")
+
+
+@pytest.fixture(autouse=True)
+def default_dtype():
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Known(nn.Module):
+    """A solution in place of a network."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x[None] if x.ndim == 1 else x).reshape(*x.shape[:-1], 1)
+
+
+PI = torch.pi
+SOLUTIONS = {
+    "poisson-2d": lambda x: (PI * x).sin().prod(1),
+    "poisson-5d": lambda x: (PI * x).cos().sum(1),
+    "heat": lambda x: (-(PI**2) / 4 * x[:, 0]).exp() * (PI * x[:, 1]).sin(),
+    "helmholtz": lambda x: (PI * x[:, 0]).sin() * (4 * PI * x[:, 1]).sin(),
+}
+
+
+@pytest.mark.parametrize("name", SOLUTIONS)
+def test_solutions_leave_nothing_over(name):
+    problem = problems.problem_of(name, 0)
+    model = Known(SOLUTIONS[name])
+    for term, residual in problem.terms.items():
+        values = torch.vmap(lambda *sample, residual=residual: residual(model, *sample))(*problem.batches[term])
+        assert float(values.abs().max()) < 1e-9
+    problem.model = model
+    assert problem.error() < 1e-12
+
+
+def test_the_solution_of_burgers_solves_it():
+    problem = problems.problem_of("burgers", 0)
+    x = torch.stack([torch.full((41,), 0.4), torch.linspace(-0.9, 0.9, 41)], 1)
+    h = 1e-4
+
+    def u(dt=0.0, dx=0.0):
+        return problems.burgers_exact(x + torch.tensor([dt, dx])).numpy()
+
+    slope = (u(h) - u(-h)) / (2 * h), (u(0, h) - u(0, -h)) / (2 * h)
+    left = slope[0] + u() * slope[1] - 0.1 / np.pi * (u(0, h) - 2 * u() + u(0, -h)) / h**2
+    assert np.abs(left).max() < 1e-4
+    for term in ("initial", "ends"):
+        place, value = problem.batches[term]
+        near = place + torch.tensor([1e-9, 0.0])
+        torch.testing.assert_close(problems.burgers_exact(near)[:, None], value, atol=1e-6, rtol=0)
+
+
+def test_one_residual_is_the_loss_of_all_terms():
+    for name in ("heat", "poisson-2d"):
+        problem = problems.problem_of(name, 0)
+        one = contestants.OneResidual(problem)
+        loss = contestants.Loss(problem)(problem.batches)
+        torch.testing.assert_close(one(one.samples()).square().mean(), loss)
+
+
+def test_verdicts():
+    ours = [1.0, 2.0]
+    assert summary.verdict({"WholeNetwork": ours, "a": [3.0, 4.0], "b": [2.5, math.inf]}) == "ahead"
+    assert summary.verdict({"WholeNetwork": ours, "a": [0.5, 0.9], "b": [5.0, 6.0]}) == "behind"
+    assert summary.verdict({"WholeNetwork": ours, "a": [0.5, 1.5], "b": [5.0, 6.0]}) == "level"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", contestants.CONTESTANTS)
+def test_everybody_runs(name, tmp_path):
+    if name == "torch-levenberg-marquardt":
+        pytest.importorskip("torch_levenberg_marquardt")
+    if name == "SOAP":
+        pytest.importorskip("pytorch_optimizer")
+    problem, path = "robot-arm" if name == "C-Adam" else "heat", tmp_path / "lines.jsonl"
+    for _ in range(2):  # the second time nothing is left to do
+        runs.run(problem, [name], 0.3, 1, path)
+    lines = runs.read(path)
+    trials = [] if name == "WholeNetwork" else contestants.CONTESTANTS[name][1]
+    assert [line["settings"] for line in lines if line["seed"] == runs.TRIAL] == trials
+    assert [line["seed"] for line in lines][len(trials) :] == [0]
+    assert lines[-1]["curve"][-1][0] >= 0.3
+
+
+# ---- the page ---------------------------------------------------------------------------------------------------
+
+
+def test_everybody_has_had_the_same():
+    for problem in problems.PROBLEMS:
+        for name, (_, choices) in contestants.CONTESTANTS.items():
+            its = runs.of(LINES, problem, name)
+            if name == "C-Adam" and "" not in problems.problem_of(problem, 0).terms:
+                assert not its
+                continue
+            trials = 0 if name == "WholeNetwork" else len(choices)
+            assert sum(line["seed"] == runs.TRIAL for line in its) == trials
+            assert sorted(line["seed"] for line in its if line["seed"] != runs.TRIAL) == [0, 1, 2, 3, 4]
+            assert {line["seconds"] for line in its} == {10.0}
+
+
+def test_the_table_of_the_page():
+    assert summary.table(LINES) in PAGE
+
+
+def test_what_the_page_says_of_the_table():
+    found = {problem: summary.errors(LINES, problem) for problem in problems.PROBLEMS}
+    said = re.search(r"ahead in (\w+) of eight", " ".join(PAGE.split()))[1]
+    assert sum(summary.verdict(one) == "ahead" for one in found.values()) == ["six", "seven", "eight"].index(said) + 6
+    low, high = re.search(r"(\d+) to (\d+) times the best rival's", " ".join(PAGE.split())).groups()
+    equations = [found[name] for name in ("poisson-2d", "poisson-5d", "heat", "burgers", "helmholtz")]
+    gains = [summary.median(one[summary.best_rival(one)]) / summary.median(one["WholeNetwork"]) for one in equations]
+    assert (int(low), int(high)) == (math.floor(min(gains)), math.floor(max(gains)))
+
+
+def test_the_page_is_short():
+    assert len(re.sub(r"```.*?```|^\|.*?$", "", PAGE, flags=re.S | re.M).split()) <= 900

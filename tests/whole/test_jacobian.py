@@ -1,0 +1,87 @@
+"""The Jacobian that is not formed, against plain backward passes."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from residual_cases import CASES, fit, laplacian, made, naive_jacobian, perceptron
+
+from consequent.whole import jacobian as module
+from consequent.whole import residuals
+from consequent.whole.jacobian import Jacobian
+from consequent.whole.residuals import Residual
+
+
+def jacobian_of(model, residual, x, parts=1, room=1e9):
+    rows = [Residual("", residual, model, False).rows([some], 2.0) for some in x.chunk(parts)]
+    return Jacobian(rows, {name: p.shape for name, p in model.named_parameters() if p.requires_grad}, room)
+
+
+def check(found, values, J):
+    torch.testing.assert_close(found.values, 2 * values)
+    torch.testing.assert_close(module._mirrored(found.gram()), 4 * J @ J.T)
+    torch.testing.assert_close(module._mirrored(found.normal()), 4 * J.T @ J)
+    vector = torch.randn(len(values), dtype=J.dtype)
+    torch.testing.assert_close(found.transposed_times(vector), 2 * J.T @ vector)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_that_of_backward_passes(name):
+    model, residual, x = made(name)
+    check(jacobian_of(model, residual, x), *naive_jacobian(model, residual, x))
+
+
+@pytest.mark.parametrize("cost", [-1e9, 1e9])  # products of inputs and of gradients for all weights, or for none
+@pytest.mark.parametrize("name", ["wide", "Laplacian", "regression, three outputs", "shared, tied, normed"])
+def test_both_ways_to_multiply(name, cost, monkeypatch):
+    monkeypatch.setattr(module, "COST_OF_MEMORY", cost)
+    monkeypatch.setattr(module, "TILE", 4)
+    model, residual, x = made(name)
+    check(jacobian_of(model, residual, x, parts=2, room=3000), *naive_jacobian(model, residual, x))
+
+
+def test_wide_layers_are_multiplied_without_the_jacobian(monkeypatch):
+    calls = []
+    monkeypatch.setattr(Jacobian, "_add_products", lambda self, total, name: calls.append(name))
+    jacobian_of(*made("wide")).gram()
+    assert calls == ["0.weight", "2.weight"]  # not the last one, of 40 columns and one row
+
+
+def test_frozen_parameters_have_no_columns():
+    model, residual, x = made("Laplacian")
+    model[0].weight.requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    check(jacobian_of(model, residual, x), *naive_jacobian(model, residual, x))
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    widths=st.lists(st.integers(1, 12), min_size=1, max_size=3),
+    samples=st.integers(1, 12),
+    parts=st.integers(1, 3),
+    room=st.sampled_from([1.0, 2000.0, 1e9]),
+    derived=st.booleans(),
+)
+def test_random_networks(widths, samples, parts, room, derived):
+    model = perceptron(2, *widths, 1).double()
+    x, residual = torch.randn(samples, 2, dtype=torch.float64), laplacian if derived else fit
+    check(jacobian_of(model, residual, x, parts, room), *naive_jacobian(model, residual, x))
+
+
+def test_nothing_is_kept_alive(monkeypatch):
+    model, residual, x = made("Laplacian")
+    kept = []
+
+    class Seen(residuals.Weight):
+        def __init__(self, matrix):
+            super().__init__(matrix)
+            kept.append(weakref.ref(self))
+
+    monkeypatch.setattr(residuals, "Weight", Seen)
+    jacobian_of(model, residual, x)
+    gc.collect()
+    assert kept
+    assert not [one for one in kept if one() is not None]
