@@ -346,7 +346,7 @@ X = torch.ones(4, 2)
         (fit, (X[:0],), "a row for each sample"),
         (fit, (torch.tensor(1.0),), "a row for each sample"),
         (fit, ([1.0, 2.0],), r"a row for each sample, got \['list'\]"),
-        (lambda m, x: torch.dropout(m(x), 0.5, True), (X,), "draw at random"),
+        (lambda m, x: torch.dropout(m(x), 0.5, True), (X,), r"draw at random \(dropout\)\? Call model.eval"),
     ],
 )
 def test_bad_residuals_and_samples(residual, batch, message):
@@ -355,6 +355,12 @@ def test_bad_residuals_and_samples(residual, batch, message):
     with pytest.raises(ValueError, match=message):
         WholeNetwork(model, residual).step(*batch)
     assert torch.equal(vector(model), before)
+
+
+def test_a_residual_of_a_batch_is_told_to_say_so():
+    for residual in (lambda m, x: m(x)[:, 0], batched_burgers):
+        with pytest.raises(ValueError, match=r"for one sample, of shapes \[\[2\]\]: .* Pass batched=True"):
+            WholeNetwork(perceptron(2, 3, 1), residual).step(X)
 
 
 def test_nan_at_a_sample_is_named():
@@ -411,6 +417,13 @@ def test_bad_steps():
         WholeNetwork(model, fit).step(X)
     with pytest.raises(ValueError, match=r"float32 or float64.*\[\]"):
         WholeNetwork(nn.Linear(2, 1).requires_grad_(False), fit).step(X)
+
+
+def test_a_compiled_model_is_no_obstacle():
+    model, residual, x = made("Laplacian")
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    assert WholeNetwork(compiled, residual).step(x) == WholeNetwork(model, residual).step(x)
+    torch.testing.assert_close(vector(model), vector(compiled))
 
 
 def test_a_corrected_model_is_no_obstacle():

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from consequent.maths.checks import check_nonnegative, check_positive
+from consequent.maths.torch_private import compiled_model_in
 from consequent.whole.jacobian import Jacobian
 from consequent.whole.residuals import Batch, Residual
 
@@ -84,6 +85,7 @@ class WholeNetwork(Optimizer):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}; WholeNetwork(model, residual)")
+        model = compiled_model_in(model) or model  # torch.func does not go through compiled code
         terms = dict(residual) if isinstance(residual, Mapping) else {"": residual}
         if not terms or not all(map(callable, terms.values())):
             raise TypeError(f"residual must be a function, or a dict of functions by name, got {residual!r}")

@@ -107,15 +107,18 @@ class Residual(nn.Module):
 
     def looked_at(self, few: Batch) -> tuple[int, float]:
         """The components of a sample's residual, and the bytes of their gradients; from one or two samples."""
+        each = [[one[i : i + 1] for one in few] for i in range(len(few[0]))]
         try:
-            alone = torch.cat([self.values([one[i : i + 1] for one in few]) for i in range(len(few[0]))])
-        except (RuntimeError, ValueError) as error:
+            alone = torch.cat([self.values(some) for some in each])
+        except (RuntimeError, ValueError, IndexError) as error:
+            hint = "" if self.batched else "Is it written for a batch, or with torch.autograd.grad? Pass batched=True. "
+            shapes = [list(one.shape[1 - self.batched :]) for one in each[0]]
             raise ValueError(
-                f"{self} cannot be computed for each sample by itself: {error}. Layers that mix samples (BatchNorm) or "
-                "draw at random (dropout) leave no sample a residual of its own: model.eval(), or do without them"
+                f"{self} cannot be computed for one sample, of shapes {shapes}: {error}. {hint}Do layers mix samples "
+                "(BatchNorm), or draw at random (dropout)? Call model.eval(), or do without them"
             ) from error
         rows = self.rows(few, 1.0)
-        if not torch.allclose(alone.flatten(), rows.values, rtol=1e-3, atol=1e-6):
+        if self.batched and (alone.flatten() - rows.values).abs().max() > 0.01 * alone.abs().max():
             raise ValueError(
                 f"{self} of a sample depends on other samples: of two it is {alone.flatten().tolist()} one by one and "
                 f"{rows.values.tolist()} together. BatchNorm mixes samples: model.eval(), or do without it"
