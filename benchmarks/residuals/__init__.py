@@ -9,6 +9,7 @@ is the relative error on held-out points when the time is over. "Ahead" is ahead
     python -m benchmarks.residuals table                             # prints the table
     python -m benchmarks.residuals figure docs/residuals.svg
     python -m benchmarks.residuals one-step docs/whole-network.svg
+    python -m benchmarks.residuals times results/residuals-times.json    # of steps, on two threads
 
 ``torch-levenberg-marquardt`` (1.2.3) is installed without its dependencies: ``pip install --no-deps …``.
 """

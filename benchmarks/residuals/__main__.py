@@ -3,11 +3,12 @@
 import argparse
 import os
 import pathlib
+import sys
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+os.environ.setdefault("OMP_NUM_THREADS", "2" if "times" in sys.argv else "1")  # before torch is imported
 
 from benchmarks.residuals import __doc__ as description
-from benchmarks.residuals import runs, summary
+from benchmarks.residuals import runs, summary, times
 from benchmarks.residuals.contestants import CONTESTANTS
 from benchmarks.residuals.problems import PROBLEMS
 
@@ -16,7 +17,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.residuals", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stage", choices=("run", "table", "figure", "one-step"))
+    parser.add_argument("stage", choices=("run", "table", "figure", "one-step", "times"))
     parser.add_argument("path", nargs="?", type=pathlib.Path, help="of the figure")
     parser.add_argument("--problems", nargs="+", choices=tuple(PROBLEMS), default=list(PROBLEMS))
     parser.add_argument("--contestants", nargs="+", choices=tuple(CONTESTANTS), default=list(CONTESTANTS))
@@ -29,6 +30,8 @@ def main() -> None:
             runs.run(name, arguments.contestants, arguments.seconds, arguments.seeds, arguments.results)
     elif arguments.stage == "table":
         print(summary.table(runs.read(arguments.results)))
+    elif arguments.stage == "times":
+        times.times(arguments.path)
     elif arguments.stage == "one-step":
         summary.one_step(arguments.path)
     else:

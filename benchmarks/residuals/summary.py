@@ -31,6 +31,7 @@ TITLES = {
     "friedman": "Friedman, noisy",
     "picture": "picture, 36²",
 }
+SHORT = {"torch-levenberg-marquardt": "torch-LM"}
 Line = dict[str, Any]
 
 
@@ -79,7 +80,7 @@ def figure(lines: list[Line], path: pathlib.Path) -> None:
                 curves = [one["curve"] for one in finals(lines, problem, name)]
                 points = [
                     (median(p[0] for p in points), median(math.inf if p[2] is None else p[2] for p in points))
-                    for points in zip(*curves, strict=False)
+                    for points in zip(*(reversed(curve) for curve in curves), strict=False)  # the first may be missing
                 ]
                 if not points:
                     continue
@@ -88,7 +89,7 @@ def figure(lines: list[Line], path: pathlib.Path) -> None:
                 axes.plot(*zip(*points, strict=True), color=colour, lw=2 if is_best else 1, alpha=1 if is_best else 0.5)
             axes.set(xscale="log", yscale="log")
             axes.set_title(TITLES[problem], fontsize=10)
-            axes.annotate(rival, (0.04, 0.05), xycoords="axes fraction", color=PLAIN, fontsize=9)
+            axes.annotate(SHORT.get(rival, rival), (0.04, 0.05), xycoords="axes fraction", color=PLAIN, fontsize=9)
         for axes in panels[1]:
             axes.set_xlabel("processor seconds")
             axes.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
