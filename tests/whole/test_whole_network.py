@@ -179,6 +179,16 @@ def test_batched_is_the_same_as_one_by_one(batched, single):
     torch.testing.assert_close(vector(model), vector(other), rtol=1e-5, atol=1e-7)
 
 
+def test_switching_to_training_is_noticed():
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).eval()
+    model[1].requires_grad_(False)
+    solver = WholeNetwork(model, lambda m, x: m(x), batched=True)
+    solver.step(X)
+    model.train()
+    with pytest.raises(ValueError, match=r"BatchNorm, call model\.eval"):
+        solver.step(X)
+
+
 def test_batched_refuses_parameters_outside_of_linear_layers():
     model = CASES["a coefficient"][0]().double()
     solver = WholeNetwork(model, lambda model, x: model.coefficient * model(x), batched=True)
@@ -192,6 +202,8 @@ def test_batched_refuses_parameters_outside_of_linear_layers():
         (lambda model, x: model(torch.cat([x, x]))[: len(x)], "called with .* rows for .* samples"),
         (lambda model, x: model(x).sum(), r"returned the shape \[\] for"),
         (lambda model, x: model(x) - model(x).mean(), "depends on other samples"),
+        (lambda model, x: model(x) - x[:, 0], r"depends on other samples.*Is \[n, 1\] added to \[n\]"),
+        (lambda model, x: torch.dropout(model(x), 0.5, True), "For dropout"),
     ],
 )
 def test_batched_refuses_what_mixes_samples(residual, message):
@@ -286,11 +298,13 @@ def test_little_memory_gives_the_same_step(samples):
     side = min(samples, sum(p.numel() for p in model.parameters()))
     solver = WholeNetwork(model, residual, damping=1.0)
     solver.step(x)
-    (_, size) = solver._known[("", tuple(dict(model.named_parameters())), x.shape[1:])]
+    (_, size) = next(iter(solver._known.values()))
     small = WholeNetwork(other, residual, damping=1.0, memory=24 * side**2 + samples * size + 64 * side)
     calls = []
     rows = small.residuals[""].rows
-    small.residuals[""].rows = lambda batch, scale: calls.append(len(batch[0])) or rows(batch, scale)
+    small.residuals[""].rows = lambda batch, scale, **options: (
+        calls.append(len(batch[0])) or rows(batch, scale, **options)
+    )
     small.step(x)
     assert len(calls) > 2
     torch.testing.assert_close(vector(model), vector(other))
@@ -346,7 +360,7 @@ X = torch.ones(4, 2)
         (fit, (X[:0],), "a row for each sample"),
         (fit, (torch.tensor(1.0),), "a row for each sample"),
         (fit, ([1.0, 2.0],), r"a row for each sample, got \['list'\]"),
-        (lambda m, x: torch.dropout(m(x), 0.5, True), (X,), r"draw at random \(dropout\)\? Call model.eval"),
+        (lambda m, x: torch.dropout(m(x), 0.5, True), (X,), r"For dropout and BatchNorm, call model.eval"),
     ],
 )
 def test_bad_residuals_and_samples(residual, batch, message):
@@ -359,8 +373,33 @@ def test_bad_residuals_and_samples(residual, batch, message):
 
 def test_a_residual_of_a_batch_is_told_to_say_so():
     for residual in (lambda m, x: m(x)[:, 0], batched_burgers):
-        with pytest.raises(ValueError, match=r"for one sample, of shapes \[\[2\]\]: .* Pass batched=True"):
+        with pytest.raises(ValueError, match=r"for one sample, of shapes \[\[2\]\]: .* pass batched=True"):
             WholeNetwork(perceptron(2, 3, 1), residual).step(X)
+
+
+def test_a_parameter_that_is_not_the_models_is_refused():
+    other = nn.Parameter(torch.tensor(0.5))
+    for batched in (False, True):
+        solver = WholeNetwork(perceptron(2, 3, 1), lambda m, x: other * m(x), batched=batched)
+        with pytest.raises(ValueError, match=r"uses a parameter of shape \[\] that is not the model's"):
+            solver.step(X)
+    solver = WholeNetwork(perceptron(2, 3, 1), lambda m, x: other.detach() * m(x) + x.sum())
+    solver.step(X)
+
+
+def test_a_layer_that_is_in_the_model_twice():
+    torch.manual_seed(0)
+    layer = nn.Linear(2, 2).double()
+    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(2, 1).double())
+    x = torch.randn(40, 2).double()
+    values, J = naive_jacobian(copy.deepcopy(model), fit, x)  # it leaves no parameters
+    for batched, residual in ((False, fit), (True, lambda m, x: m(x) - x.sum(1).sin()[:, None])):
+        solver = WholeNetwork(copy.deepcopy(model), residual, batched=batched, damping=1e-3)
+        rows = solver.residuals[""].rows([x], 1.0)
+        jacobian = Jacobian([rows], {name: p.shape for name, p in model.named_parameters()}, 1e9)
+        torch.testing.assert_close(jacobian.transposed_times(values), J.T @ values)
+        solver.step(x)
+        assert all(isinstance(p, nn.Parameter) for m in solver.model.modules() for p in m._parameters.values())
 
 
 def test_nan_at_a_sample_is_named():
@@ -392,6 +431,7 @@ def test_batch_norm_is_refused():
     [
         ({"damping": 0}, ValueError, "damping must be finite and > 0"),
         ({"memory": -1}, ValueError, "memory must be finite and > 0"),
+        ({"weights": 2.0}, TypeError, "a dict of numbers by term"),
         ({"weights": {"a": 1}}, ValueError, r"names other terms than \[''\]"),
         ({"residual": {}}, TypeError, "a function, or a dict of functions"),
         ({"residual": {"a": fit}, "weights": {"a": 0}}, ValueError, "the weight of 'a' must be"),
@@ -405,7 +445,7 @@ def test_bad_arguments(arguments, error, message):
 
 def test_bad_steps():
     solver = WholeNetwork(perceptron(2, 3, 1), {"a": fit, "b": fit})
-    with pytest.raises(TypeError, match=r"step\(a=…, b=…\) is wanted; got 1 tensors"):
+    with pytest.raises(TypeError, match=r"step\(a=…, b=…\) is wanted; got 1 samples without a name, and"):
         solver.step(X)
     with pytest.raises(TypeError, match="not a closure"):
         solver.step(lambda: 0.0)

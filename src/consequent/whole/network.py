@@ -89,6 +89,8 @@ class WholeNetwork(Optimizer):
         terms = dict(residual) if isinstance(residual, Mapping) else {"": residual}
         if not terms or not all(map(callable, terms.values())):
             raise TypeError(f"residual must be a function, or a dict of functions by name, got {residual!r}")
+        if weights is not None and not isinstance(weights, Mapping):
+            raise TypeError(f"weights must be a dict of numbers by term, got {weights!r}")
         self.weights = dict.fromkeys(terms, 1.0) | dict(weights or {})
         if self.weights.keys() != terms.keys():
             raise ValueError(f"weights={weights!r} names other terms than {list(terms)}")
@@ -169,9 +171,9 @@ class WholeNetwork(Optimizer):
 
     def _terms(self, given: dict[str, Any], trained: dict[str, nn.Parameter]) -> tuple[Terms, float]:
         """The samples of all terms, as many at a time as there is memory for, and the bytes that are left for this."""
-        known, thawed = {}, tuple(trained)
+        known, state = {}, (tuple(trained), *(module.training for module in self.model.modules()))
         for name, its in given.items():
-            key = (name, thawed, *(one.shape[1:] for one in its))
+            key = (name, state, *(one.shape[1:] for one in its))
             known[name] = self._known.get(key) or self.residuals[name].looked_at([one[:2] for one in its])
             self._known[key] = known[name]
         number = sum(len(its[0]) * known[name][0] for name, its in given.items())
@@ -201,7 +203,7 @@ class WholeNetwork(Optimizer):
         given = {"": batch} if batch and not batches else batches
         if given.keys() != self.residuals.keys():
             wanted = ", ".join(f"{name}=…" for name in self.residuals if name) or "x, …"
-            raise TypeError(f"step({wanted}) is wanted; got {len(batch)} tensors, and the terms {list(batches)}")
+            raise TypeError(f"step({wanted}) is wanted; got {len(batch)} samples without a name, and {list(batches)}")
         found = {name: (its,) if isinstance(its, Tensor) else tuple(its) for name, its in given.items()}
         for name, its in found.items():
             shapes = [list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in its]

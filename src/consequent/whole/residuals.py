@@ -60,7 +60,7 @@ class Residual(nn.Module):
             return values.detach()
 
     @torch.no_grad()
-    def rows(self, batch: Batch, scale: float) -> Rows:
+    def rows(self, batch: Batch, scale: float, *, is_first: bool = False) -> Rows:
         """The residuals times a scale, those of a sample side by side, and their gradients."""
         trained = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
         weights = {name: Weight(p) for name, p in trained.items() if p.ndim == 2}
@@ -74,10 +74,11 @@ class Residual(nn.Module):
                 given = common or each
                 biases = {id(given[name]): each[name] for name, p in common.items() if p.ndim == 1}
                 with Linears({id(given[name]): weight for name, weight in weights.items()}, anchor, biases):
-                    value: Tensor = functional_call(self, {f"model.{name}": p for name, p in given.items()}, sample)
-                    return value
+                    return self._with(given, sample)
 
             values = (computed if self.batched else vmap(computed))(each, anchor, *batch)
+            if is_first:
+                self._refuse_foreign(values)
             for component in range(values.shape[1] if values.requires_grad else 0):
                 for weight in weights.values():
                     weight.component = component
@@ -102,8 +103,40 @@ class Residual(nn.Module):
             if uses or any(grad is not None for grad in others):
                 parts[name] = _part(uses, others, samples)
         if not parts:
-            raise ValueError(f"{self} depends on no parameter that is trained: check what it computes from the model")
+            raise ValueError(
+                f"{self} depends on no parameter that is trained: check what it computes from the model, and that "
+                "torch.autograd.grad is called with create_graph=True"
+            )
         return Rows(scale * values.detach().flatten(), parts)
+
+    def _with(self, given: dict[str, Tensor], sample: Batch) -> Tensor:
+        """What is left over with other tensors in the place of the parameters, wherever these are in the model."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        slots = {
+            f"model.{place}.{name}".replace("..", "."): given[names[id(p)]]
+            for place, module in self.model.named_modules()  # functional_call mends a module only once
+            for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
+            if names[id(p)] in given
+        }
+        value: Tensor = functional_call(self, slots, tuple(sample), tie_weights=False)
+        return value
+
+    def _refuse_foreign(self, values: Tensor) -> None:
+        """Parameters that are not the model's would not be trained."""
+        seen, waiting = set(), [values.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            waiting += [one for one, _ in node.next_functions]
+            variable = getattr(node, "variable", None)
+            is_foreign = isinstance(variable, nn.Parameter)
+            if variable is not None and is_foreign:
+                raise ValueError(
+                    f"{self} uses a parameter of shape {list(variable.shape)} that is not the model's and would not be "
+                    "trained: make it an attribute of the model, or call requires_grad_(False) on it"
+                )
 
     def looked_at(self, few: Batch) -> tuple[int, float]:
         """The components of a sample's residual, and the bytes of their gradients; from one or two samples."""
@@ -111,17 +144,18 @@ class Residual(nn.Module):
         try:
             alone = torch.cat([self.values(some) for some in each])
         except (RuntimeError, ValueError, IndexError) as error:
-            hint = "" if self.batched else "Is it written for a batch, or with torch.autograd.grad? Pass batched=True. "
             shapes = [list(one.shape[1 - self.batched :]) for one in each[0]]
             raise ValueError(
-                f"{self} cannot be computed for one sample, of shapes {shapes}: {error}. {hint}Do layers mix samples "
-                "(BatchNorm), or draw at random (dropout)? Call model.eval(), or do without them"
+                f"{self} cannot be computed for one sample, of shapes {shapes}: {error}. A sample has no dimension for "
+                "samples (dim=-1 is its last). For what is written for a batch, or with torch.autograd.grad, pass "
+                "batched=True. For dropout and BatchNorm, call model.eval()"
             ) from error
-        rows = self.rows(few, 1.0)
-        if self.batched and (alone.flatten() - rows.values).abs().max() > 0.01 * alone.abs().max():
+        rows = self.rows(few, 1.0, is_first=True)
+        together = rows.values.view(len(few[0]), -1)
+        if self.batched and (alone.shape != together.shape or _differ(alone, together)):
             raise ValueError(
-                f"{self} of a sample depends on other samples: of two it is {alone.flatten().tolist()} one by one and "
-                f"{rows.values.tolist()} together. BatchNorm mixes samples: model.eval(), or do without it"
+                f"{self} of a sample depends on other samples: of two it is {alone.tolist()} one by one and "
+                f"{together.tolist()} together. Is [n, 1] added to [n]? For dropout and BatchNorm, call model.eval()"
             )
         numbers = sum(tensor.numel() for part in rows.parts.values() for tensor in part)
         return alone.shape[1], numbers * alone.element_size() / len(few[0])
@@ -145,6 +179,10 @@ def _part(uses: list[Noted], others: Sequence[Tensor | None], samples: int) -> P
     if part is not None:
         elements = elements + torch.bmm(part.output_grads.mT, part.inputs).flatten(1)
     return Part(elements.new_ones(len(elements), 1, 1), elements[:, None])
+
+
+def _differ(alone: Tensor, together: Tensor) -> bool:
+    return bool((alone - together).abs().max() > 0.01 * alone.abs().max())
 
 
 def _stacked(grads: Sequence[Tensor | None]) -> Tensor:
