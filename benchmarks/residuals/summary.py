@@ -60,13 +60,13 @@ def verdict(found: dict[str, list[float]]) -> str:
 
 
 def table(lines: list[Line]) -> str:
-    rows = ["| problem | `WholeNetwork` | best rival | | |", "|---|---:|---:|---|---|"]
+    rows = ["| problem | `WholeNetwork` | best rival | |", "|---|---:|---:|---|"]
     for problem, title in TITLES.items():
         found = errors(lines, problem)
         rival = best_rival(found)
         ours, its = ([f"{value:.1e}" for value in (median(e), min(e), max(e))] for e in (found[NAME], found[rival]))
         cells = [f"{m} ({low}–{high})" for m, low, high in (ours, its)]
-        rows.append(f"| {title} | {cells[0]} | {cells[1]} | {rival} | {verdict(found)} |")
+        rows.append(f"| {title} | {cells[0]} | {SHORT.get(rival, rival)} {cells[1]} | {verdict(found)} |")
     return "\n".join(rows)
 
 
