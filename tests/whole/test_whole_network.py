@@ -101,7 +101,7 @@ def test_gauss_newton_matrix_of_curvlinops():
     )
     matrix = operator @ torch.eye(sum(p.numel() for p in parameters.values())).double()
     rows = Residual("", lambda model, x, y: model(x) - y, model, False).rows([x, y], (90 * 3) ** -0.5)
-    found = Jacobian([rows], {name: p.shape for name, p in parameters.items()}, 1e9).smaller_system()
+    found = Jacobian([rows], {name: p.numel() for name, p in parameters.items()}, 1e9).smaller_system()
     torch.testing.assert_close(2 * found, matrix)
 
 
@@ -179,6 +179,33 @@ def test_batched_is_the_same_as_one_by_one(batched, single):
     torch.testing.assert_close(vector(model), vector(other), rtol=1e-5, atol=1e-7)
 
 
+def test_batched_with_samples_that_require_gradients_and_vmap_inside():
+    model, nodes = perceptron(2, 6, 1).double(), torch.randn(12, 2).double()
+    other, x = copy.deepcopy(model), torch.randn(12, 2).double().requires_grad_()
+
+    def batched(model, x):
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return slope[:, 0] + torch.vmap(lambda node: model(x + node))(nodes).mean(0)[:, 0]
+
+    def single(model, x):
+        slope = torch.func.grad(lambda x: model(x).sum())(x)
+        return slope[0] + torch.vmap(lambda node: model(x + node))(nodes).mean()
+
+    solvers = WholeNetwork(model, batched, batched=True), WholeNetwork(other, single)
+    for _ in range(3):
+        assert solvers[0].step(x) == pytest.approx(solvers[1].step(x))
+    torch.testing.assert_close(vector(model), vector(other), rtol=1e-5, atol=1e-7)
+
+
+def test_batched_with_a_frozen_weight_and_a_trained_bias():
+    model = perceptron(2, 6, 1).double()
+    model[0].weight.requires_grad_(False)
+    other, x = copy.deepcopy(model), torch.randn(12, 2).double()
+    for one, residual, is_batched in ((model, lambda m, x: m(x), True), (other, lambda m, x: m(x), False)):
+        WholeNetwork(one, residual, batched=is_batched).step(x)
+    torch.testing.assert_close(vector(model), vector(other))
+
+
 def test_switching_to_training_is_noticed():
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).eval()
     model[1].requires_grad_(False)
@@ -192,8 +219,16 @@ def test_switching_to_training_is_noticed():
 def test_batched_refuses_parameters_outside_of_linear_layers():
     model = CASES["a coefficient"][0]().double()
     solver = WholeNetwork(model, lambda model, x: model.coefficient * model(x), batched=True)
-    with pytest.raises(ValueError, match=r"uses 'coefficient' otherwise than in a linear layer.*without batched=True"):
+    with pytest.raises(ValueError, match=r"uses a parameter of shape \[\] so .* the weight or bias of a linear layer"):
         solver.step(torch.randn(4, 2).double())
+
+
+def second_by_batched_grads(model, x):
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    ones = torch.eye(2)[:, None].expand(2, len(x), 2).to(x)
+    (second,) = torch.autograd.grad(slope, x, ones, create_graph=True, is_grads_batched=True)
+    return second[0, :, 0] + second[1, :, 1] + model(x)[:, 0]
 
 
 @pytest.mark.parametrize(
@@ -201,14 +236,23 @@ def test_batched_refuses_parameters_outside_of_linear_layers():
     [
         (lambda model, x: model(torch.cat([x, x]))[: len(x)], "called with .* rows for .* samples"),
         (lambda model, x: model(x).sum(), r"returned the shape \[\] for"),
-        (lambda model, x: model(x) - model(x).mean(), "depends on other samples"),
-        (lambda model, x: model(x) - x[:, 0], r"depends on other samples.*Is \[n, 1\] added to \[n\]"),
+        (
+            lambda model, x: model(x) - model(x).mean(),
+            "alone and .* among others, or its gradient is. Does it mix samples",
+        ),
+        (
+            lambda model, x: model(x) + 0.01 * model(x).mean(),
+            "alone and .* among others, or its gradient is. Does it mix samples",
+        ),
+        (lambda model, x: model(x) - x[:, 0], r"add \[n, 1\] to \[n\]"),
+        (lambda model, x: model(x.flip(0)).flip(0), "change their order"),
         (lambda model, x: torch.dropout(model(x), 0.5, True), "For dropout"),
+        (second_by_batched_grads, "is_grads_batched=True"),
     ],
 )
 def test_batched_refuses_what_mixes_samples(residual, message):
     with pytest.raises(ValueError, match=message):
-        WholeNetwork(perceptron(2, 3, 1), residual, batched=True).step(torch.randn(4, 2))
+        WholeNetwork(perceptron(2, 3, 1).double(), residual, batched=True).step(torch.randn(16, 2).double())
 
 
 # ---- taking back, resuming --------------------------------------------------------------------------------------
@@ -298,8 +342,8 @@ def test_little_memory_gives_the_same_step(samples):
     side = min(samples, sum(p.numel() for p in model.parameters()))
     solver = WholeNetwork(model, residual, damping=1.0)
     solver.step(x)
-    (_, size) = next(iter(solver._known.values()))
-    small = WholeNetwork(other, residual, damping=1.0, memory=24 * side**2 + samples * size + 64 * side)
+    size = next(iter(solver._known.values())).memory
+    small = WholeNetwork(other, residual, damping=1.0, memory=32 * side**2 + samples * size + 64 * side)
     calls = []
     rows = small.residuals[""].rows
     small.residuals[""].rows = lambda batch, scale, **options: (
@@ -353,7 +397,7 @@ X = torch.ones(4, 2)
 @pytest.mark.parametrize(
     ("residual", "batch", "message"),
     [
-        (lambda m, x: m(x).log() * math.nan, (X,), "not finite for 2 of 2 samples, first for sample 0"),
+        (lambda m, x: m(x).log() * math.nan, (X,), "not finite for 4 of 4 samples, first for sample 0"),
         (lambda m, x: x.sum(), (X,), "depends on no parameter that is trained"),
         (lambda m, x: m(x.detach()).detach(), (X,), "depends on no parameter that is trained"),
         (fit, (X, X[:2]), r"a row for each sample, got \[\[4, 2\], \[2, 2\]\]"),
@@ -373,7 +417,7 @@ def test_bad_residuals_and_samples(residual, batch, message):
 
 def test_a_residual_of_a_batch_is_told_to_say_so():
     for residual in (lambda m, x: m(x)[:, 0], batched_burgers):
-        with pytest.raises(ValueError, match=r"for one sample, of shapes \[\[2\]\]: .* pass batched=True"):
+        with pytest.raises(ValueError, match=r"for samples of shapes \[\[2\]\]: .* pass batched=True"):
             WholeNetwork(perceptron(2, 3, 1), residual).step(X)
 
 
@@ -381,7 +425,9 @@ def test_a_parameter_that_is_not_the_models_is_refused():
     other = nn.Parameter(torch.tensor(0.5))
     for batched in (False, True):
         solver = WholeNetwork(perceptron(2, 3, 1), lambda m, x: other * m(x), batched=batched)
-        with pytest.raises(ValueError, match=r"uses a parameter of shape \[\] that is not the model's"):
+        with pytest.raises(
+            ValueError, match=r"uses a parameter of shape \[\] so that it would not be trained. It must be the model's"
+        ):
             solver.step(X)
     solver = WholeNetwork(perceptron(2, 3, 1), lambda m, x: other.detach() * m(x) + x.sum())
     solver.step(X)
@@ -396,7 +442,7 @@ def test_a_layer_that_is_in_the_model_twice():
     for batched, residual in ((False, fit), (True, lambda m, x: m(x) - x.sum(1).sin()[:, None])):
         solver = WholeNetwork(copy.deepcopy(model), residual, batched=batched, damping=1e-3)
         rows = solver.residuals[""].rows([x], 1.0)
-        jacobian = Jacobian([rows], {name: p.shape for name, p in model.named_parameters()}, 1e9)
+        jacobian = Jacobian([rows], {name: p.numel() for name, p in model.named_parameters()}, 1e9)
         torch.testing.assert_close(jacobian.transposed_times(values), J.T @ values)
         solver.step(x)
         assert all(isinstance(p, nn.Parameter) for m in solver.model.modules() for p in m._parameters.values())
@@ -412,8 +458,30 @@ def test_nan_at_a_sample_is_named():
 def test_a_derivative_that_is_not_finite():
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
-    with pytest.raises(ValueError, match="derivative of the residuals by the parameters is not finite"):
+    with pytest.raises(ValueError, match="or of their derivatives by the parameters, are not finite"):
         WholeNetwork(model, lambda m, x: m(x).abs().sqrt() + 1).step(torch.ones(3, 1))
+
+
+def test_other_types_and_overflow():
+    with pytest.raises(ValueError, match=r"is of torch.float64, and parameters are of torch.float32: convert the samp"):
+        WholeNetwork(perceptron(2, 3, 1), lambda m, x, y: m(x) - y).step(X, torch.ones(4, 1).double())
+    with pytest.raises(ValueError, match=r"squares of the residuals.*are not finite"):
+        WholeNetwork(perceptron(2, 3, 1), lambda m, x: m(x) - 1e20).step(X)
+
+
+def test_a_compiled_layer_inside():
+    model = nn.Sequential(torch.compile(perceptron(2, 3, 1), backend="eager")).double()
+    with pytest.raises(ValueError, match=r"layers in torch\.compile"):
+        WholeNetwork(model, fit).step(X.double())
+
+
+def test_too_high_a_damping_comes_down():
+    torch.manual_seed(0)
+    model, x = perceptron(1, 20, 1), torch.linspace(-2, 2, 40)[:, None]
+    solver = WholeNetwork(model, lambda model, x, y: model(x) - y, damping=1e8)
+    for _ in range(60):
+        solver.step(x, x.sin())
+    assert solver.last.new_loss < 1e-4
 
 
 def test_batch_norm_is_refused():
@@ -431,8 +499,8 @@ def test_batch_norm_is_refused():
     [
         ({"damping": 0}, ValueError, "damping must be finite and > 0"),
         ({"memory": -1}, ValueError, "memory must be finite and > 0"),
-        ({"weights": 2.0}, TypeError, "a dict of numbers by term"),
-        ({"weights": {"a": 1}}, ValueError, r"names other terms than \[''\]"),
+        ({"weights": 2.0}, ValueError, "a dict of numbers by term"),
+        ({"weights": {"a": 1}}, ValueError, r"by term, of \[''\]; got \{'a': 1\}"),
         ({"residual": {}}, TypeError, "a function, or a dict of functions"),
         ({"residual": {"a": fit}, "weights": {"a": 0}}, ValueError, "the weight of 'a' must be"),
         ({"model": 3}, TypeError, "expected a torch.nn.Module, got int"),

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from consequent.maths.checks import check_nonnegative, check_positive
 from consequent.maths.torch_private import compiled_model_in
+from consequent.whole.first_look import FEW, Sample, look
 from consequent.whole.jacobian import Jacobian
 from consequent.whole.residuals import Batch, Residual
 
@@ -85,15 +86,12 @@ class WholeNetwork(Optimizer):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}; WholeNetwork(model, residual)")
-        model = compiled_model_in(model) or model  # torch.func does not go through compiled code
         terms = dict(residual) if isinstance(residual, Mapping) else {"": residual}
         if not terms or not all(map(callable, terms.values())):
             raise TypeError(f"residual must be a function, or a dict of functions by name, got {residual!r}")
-        if weights is not None and not isinstance(weights, Mapping):
-            raise TypeError(f"weights must be a dict of numbers by term, got {weights!r}")
+        if not isinstance(weights, Mapping | None) or set(weights or ()) - set(terms):
+            raise ValueError(f"weights must be a dict of numbers by term, of {list(terms)}; got {weights!r}")
         self.weights = dict.fromkeys(terms, 1.0) | dict(weights or {})
-        if self.weights.keys() != terms.keys():
-            raise ValueError(f"weights={weights!r} names other terms than {list(terms)}")
         for name, weight in self.weights.items():
             check_positive(f"the weight of {name!r}", weight, "leave out a term that is not to count")
         if damping is not None:
@@ -101,10 +99,11 @@ class WholeNetwork(Optimizer):
         if memory is not None:
             check_positive("memory", memory, "it is in bytes, as 4e9")
         check_nonnegative("progress", progress, "1 prints a line at each step")
+        model = compiled_model_in(model) or model  # torch.func does not go through compiled code
         self.model, self.memory, self.progress = model, memory, progress
         self.residuals = {name: Residual(name, one, model, batched) for name, one in terms.items()}
         self.last: Step | None = None
-        self._known: dict[Any, tuple[int, float]] = {}
+        self._known: dict[Any, Sample] = {}
         super().__init__(model.parameters(), {"damping": damping, "steps": 0})
 
     @torch.no_grad()
@@ -119,7 +118,7 @@ class WholeNetwork(Optimizer):
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         terms, room = self._terms(given, trained)
         rows = [residual.rows(some, scale) for residual, some, scale in terms]
-        jacobian = Jacobian(rows, {name: p.shape for name, p in trained.items()}, room)
+        jacobian = Jacobian(rows, {name: p.numel() for name, p in trained.items()}, room)
         parameters, before = list(trained.values()), [p.clone() for p in trained.values()]
         try:
             self.last = self._follow(terms, jacobian, parameters, before)
@@ -143,8 +142,11 @@ class WholeNetwork(Optimizer):
         group, values, system = self.param_groups[0], jacobian.values, jacobian.smaller_system()
         eps, loss = torch.finfo(values.dtype).eps, float(values.square().sum())
         mean, gradient = float(system.diagonal().sum()) / len(values), jacobian.transposed_times(values)
-        if not math.isfinite(mean):
-            raise ValueError("a derivative of the residuals by the parameters is not finite; nothing was changed")
+        if not math.isfinite(mean + loss):
+            raise ValueError(
+                "the squares of the residuals, or of their derivatives by the parameters, are not finite; nothing was "
+                "changed"
+            )
         damping, growth = FIRST * mean if group["damping"] is None else group["damping"], 2.0
         for tries in range(1, TRIES + 1):
             damping = max(damping, eps * mean)
@@ -156,6 +158,7 @@ class WholeNetwork(Optimizer):
                 change = jacobian.out_of_system(solution[:, 0])
                 promised = float(gradient @ change + damping * change @ change)
                 if promised <= 4 * eps * loss:  # less than rounding
+                    group["damping"] = damping / 10 if tries == 1 else group["damping"]  # unless λ was too high
                     break
                 bend = jacobian.into_system(residuals_after(change, BEND) - values)[:, None] + BEND * system @ solution
                 _put_back(parameters, before)
@@ -169,17 +172,17 @@ class WholeNetwork(Optimizer):
             damping, growth = damping * growth, growth * 2
         return Step(loss, loss, 0.0, damping, tries)
 
-    def _terms(self, given: dict[str, Any], trained: dict[str, nn.Parameter]) -> tuple[Terms, float]:
+    def _terms(self, given: dict[str, Batch], trained: dict[str, nn.Parameter]) -> tuple[Terms, float]:
         """The samples of all terms, as many at a time as there is memory for, and the bytes that are left for this."""
         known, state = {}, (tuple(trained), *(module.training for module in self.model.modules()))
         for name, its in given.items():
-            key = (name, state, *(one.shape[1:] for one in its))
-            known[name] = self._known.get(key) or self.residuals[name].looked_at([one[:2] for one in its])
-            self._known[key] = known[name]
-        number = sum(len(its[0]) * known[name][0] for name, its in given.items())
+            key = (name, state, min(len(its[0]), FEW), *(one.shape[1:] for one in its))
+            known[name] = self._known[key] = self._known.get(key) or look(self.residuals[name], its, trained)
+        number = sum(len(its[0]) * known[name].components for name, its in given.items())
         size, some = sum(p.numel() for p in trained.values()), next(iter(trained.values()))
-        side = min(size, number)  # of the system, of which there are three: itself, damped, factorised
-        taken = 24 * side**2 + sum(len(its[0]) * known[name][1] for name, its in given.items())
+        side = min(size, number)
+        taken = 32.0 * side**2  # the system: itself, damped, its factor, and the last one's
+        taken += sum(len(its[0]) * known[name].memory for name, its in given.items())
         allowed = _memory_of(some.device) if self.memory is None else self.memory
         if taken + 64 * side > allowed:
             raise MemoryError(
@@ -188,12 +191,11 @@ class WholeNetwork(Optimizer):
             )
         terms: Terms = []
         for name, its in given.items():
-            components, of_sample = known[name]
-            dense = 2 * size * components * some.element_size() if side == size else 0  # the Jacobian, if it is formed
-            at_once = max(1, int((allowed - taken) / (8 * of_sample + dense)))  # 8: the graph of the backward pass
-            scale = math.sqrt(self.weights[name] / (len(its[0]) * components))
-            split = zip(*(one.split(at_once) for one in its), strict=True)
-            terms += [(self.residuals[name], part, scale) for part in split]
+            at_once = max(1, int((allowed - taken) / (8 * known[name].memory)))  # 8: the graph of the backward pass
+            scale = math.sqrt(self.weights[name] / (len(its[0]) * known[name].components))
+            with torch.enable_grad():  # samples may require gradients
+                pieces = zip(*(one.split(at_once) for one in its), strict=True)
+            terms += [(self.residuals[name], piece, scale) for piece in pieces]
         return terms, allowed - taken
 
     def _checked(self, batch: Any, batches: dict[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,12 @@
-"""Every use of a weight while residuals are computed: what a residual's gradient by that weight is made of.
+"""Parameters of each sample's own, and every use of a weight: what a residual's gradient by that weight is made of.
 
 A residual uses the weight of a linear layer in ``x Wᵀ``. Its derivatives use it again: in ``x' Wᵀ`` where tangents x'
 go forward, in ``g W`` where gradients g go back. Each use adds an outer product of two vectors to the residual's
 gradient by W. One backward pass brings these vectors for all samples; the gradients themselves need not be formed.
 """
 
-from collections.abc import Mapping
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -17,21 +16,19 @@ from torch.overrides import TorchFunctionMode
 _numbers = count()
 
 
-class Noted(NamedTuple):
-    """One use: what the weight was multiplied by, and the product's gradients for each component of the residuals."""
-
-    inputs: Tensor
-    output_grads: dict[int, Tensor]
-    transposed: bool
-
-
 class Weight:
-    """The weight of a linear layer, its uses by their number, and the component that is differentiated now, if any."""
+    """The weight of a linear layer, and its uses.
+
+    Attributes:
+        component: of the residuals, which is differentiated now, if any.
+        uses: by number, what the weight was multiplied by, whether it was transposed, and the product's gradients by
+            component.
+    """
 
     def __init__(self, matrix: Tensor) -> None:
         self.matrix = matrix.detach()
-        self.uses: dict[int, Noted] = {}
         self.component: int | None = None
+        self.uses: dict[int, tuple[Tensor, bool, dict[int, Tensor]]] = {}
 
 
 class Use(torch.autograd.Function):
@@ -59,12 +56,13 @@ class Use(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         """Compute the gradient of the inputs, which is another use. Note this one if residuals are differentiated."""
         (inputs, anchor), weight, grad = ctx.saved_tensors, ctx.weight, grads[0]
-        if grad is None:
-            return None, None, None, None
-        if weight.component is not None:  # detached: with the graph it would hold itself, and never be freed
-            noted = weight.uses.setdefault(ctx.number, Noted(inputs.detach(), {}, ctx.transposed))
-            noted.output_grads[weight.component] = grad
-        return use(grad, anchor, weight, not ctx.transposed) if ctx.needs_input_grad[0] else None, None, None, None
+        if grad is not None and weight.component is not None:
+            its = weight.uses.setdefault(
+                ctx.number, (inputs.detach(), ctx.transposed, {})
+            )  # its graph would hold itself
+            its[2][weight.component] = grad
+        is_wanted = grad is not None and ctx.needs_input_grad[0]
+        return use(grad, anchor, weight, not ctx.transposed) if is_wanted else None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -74,10 +72,11 @@ class Use(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *operands: Any) -> Any:
-        """The same for a batch. The outermost ``vmap`` is that over samples, so theirs becomes the first dimension."""
-        inputs, anchor, weight, transposed = operands
-        rows = inputs.expand(info.batch_size, *inputs.shape) if in_dims[0] is None else inputs.movedim(in_dims[0], 0)
-        return use(rows, anchor, weight, transposed), 0
+        """The same for a batch. The dimension of samples stays the first: that of the outermost ``vmap``, or ours."""
+        (inputs, *others), place = operands, operands[1].ndim if in_dims[1] is None else 0
+        same = in_dims[0] is None
+        rows = inputs.expand(info.batch_size, *inputs.shape) if same else inputs.movedim(in_dims[0], place)
+        return use(rows, *others), place
 
 
 def use(inputs: Tensor, anchor: Tensor, weight: Weight, transposed: bool) -> Tensor:
@@ -86,32 +85,43 @@ def use(inputs: Tensor, anchor: Tensor, weight: Weight, transposed: bool) -> Ten
     return product
 
 
-class Linears(TorchFunctionMode):
-    """While it is active, linear layers multiply by :func:`use`.
+class ParametersOfEachSample(TorchFunctionMode):
+    """While it is active, each sample has parameters of its own, and linear layers multiply by :func:`use`.
 
     Args:
-        weights: those that are trained, by the identity of the tensors that stand for them.
-        anchor: of the samples.
-        biases: of each sample, by the identity of the tensors that stand for them; others are added as they are.
+        weights: of linear layers, by the identity of the parameter.
+        each: what stands for a parameter, by its identity: under ``vmap`` a sample's own, otherwise a row for each.
+        anchor: a number under ``vmap``, otherwise a vector. Without ``vmap``, only linear layers have parameters.
     """
 
-    def __init__(self, weights: Mapping[int, Weight], anchor: Tensor, biases: Mapping[int, Tensor]) -> None:
+    def __init__(self, weights: dict[int, Weight], each: dict[int, Tensor], anchor: Tensor) -> None:
         super().__init__()
-        self.weights, self.anchor, self.biases = weights, anchor, biases
+        self.weights, self.each, self.anchor = weights, each, anchor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call any function of torch."""
-        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {}) if func is F.linear else {}
-        weight, bias = self.weights.get(id(given.get("weight"))), given.get("bias")
-        if weight is None:
-            return func(*args, **(kwargs or {}))
-        if self.anchor.ndim and len(given["input"]) != len(self.anchor):
+        if func is F.linear:
+            return self._linear(*args, **(kwargs or {}))
+        return func(*self._own(args), **self._own(kwargs or {}))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+        known, own = self.weights.get(id(weight)), self.each.get(id(bias), bias)
+        if known is None and own is bias:
+            return F.linear(self._own(input), self._own(weight), bias)
+        if self.anchor.ndim and len(input) != len(self.anchor):
             raise ValueError(
-                f"a layer was called with {len(given['input'])} rows for {len(self.anchor)} samples; with batched=True "
-                "the first dimension of its inputs must be theirs"
+                f"a layer was called with {len(input)} rows for {len(self.anchor)} samples; with batched=True the "
+                "first dimension of its inputs must be theirs"
             )
-        outputs = use(given["input"], self.anchor, weight, False)
-        if id(bias) in self.biases:
-            bias = self.biases[id(bias)]
-            bias = bias.view(len(bias), *(1,) * (outputs.ndim - 2), -1)
-        return outputs if bias is None else outputs + bias
+        inputs = self._own(input)
+        outputs = F.linear(inputs, self._own(weight)) if known is None else use(inputs, self.anchor, known, False)
+        if own is not None and own is not bias and self.anchor.ndim:
+            own = own.view(len(own), *(1,) * (outputs.ndim - 2), -1)
+        return outputs if own is None else outputs + own
+
+    def _own(self, given: Any) -> Any:
+        if isinstance(given, Tensor):
+            return given if self.anchor.ndim else self.each.get(id(given), given)
+        if isinstance(given, dict):
+            return {name: self._own(one) for name, one in given.items()}
+        return type(given)(map(self._own, given)) if type(given) in (list, tuple) else given
