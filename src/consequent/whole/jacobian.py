@@ -5,6 +5,7 @@ By a weight, a residual's gradient is ``Σ_s g_s ⊗ x_s``, and the inner produc
 the g are: whichever is less work. The latter is for wide layers.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -32,8 +33,9 @@ class Jacobian:
         parts = {name: [one.parts[name] for one in rows if name in one.parts] for name in sizes}
         self.products = [name for name in sizes if self.is_wide and all(map(_is_cheaper_by_products, parts[name]))]
         self.formed = {name: size for name, size in sizes.items() if name not in self.products}
-        of_row = 4 * self.values.element_size() * max(1, sum(self.formed.values()))
-        self.tiles = [one for its in rows for one in _split(its, max(1, min(TILE, int(room / of_row))))]
+        fitting = room / (4 * self.values.element_size() * max(1, sum(self.formed.values())))  # rows
+        self.fits = fitting >= len(self.values)
+        self.tiles = [one for its in rows for one in _split(its, max(1, min(TILE, int(fitting))))]
         self.numbers = [len(one.values) for one in self.tiles]
 
     def smaller_system(self) -> Tensor:
@@ -53,24 +55,21 @@ class Jacobian:
     def gram(self) -> Tensor:
         """``J Jᵀ``, on and below the diagonal."""
         total = self.values.new_zeros(len(self.values), len(self.values))
-        one_J, other_J = (self.values.new_zeros(max(self.numbers), sum(self.formed.values())) for _ in range(2))
-        for one, blocks in zip(self.tiles, total.split(self.numbers), strict=True):
-            J = self._form(one, one_J)
-            for other, block in zip(self.tiles, blocks.split(self.numbers, 1), strict=True):
-                block.addmm_(J, (J if other is one else self._form(other, other_J)).mT)
+        form = functools.cache(self._form) if self.fits else self._form
+        for i, (one, blocks) in enumerate(zip(self.tiles, total.split(self.numbers), strict=True)):
+            J = form(i)
+            for j, (other, block) in enumerate(zip(self.tiles[: i + 1], blocks.split(self.numbers, 1), strict=False)):
+                block.addmm_(J, (J if i == j else form(j)).mT)
                 for name in self.products:
                     if name in one.parts and name in other.parts:
                         block += _inner_products(one.parts[name], other.parts[name])
-                if other is one:
-                    break
         return total
 
     def normal(self) -> Tensor:
         """``JᵀJ``, on and below the diagonal."""
         total = self.values.new_zeros(self.columns, self.columns)
-        buffer = self.values.new_zeros(max(self.numbers), self.columns)
-        for one in self.tiles:
-            J = self._form(one, buffer)
+        for i in range(len(self.tiles)):
+            J = self._form(i)
             for start in range(0, self.columns, TILE):
                 total[start:, start : start + TILE].addmm_(J[:, start:].mT, J[:, start : start + TILE])
         return total
@@ -84,15 +83,14 @@ class Jacobian:
                 found[name] += (grads.mT @ part.inputs.flatten(0, 1)).flatten()
         return torch.cat(list(found.values()))
 
-    def _form(self, one: Rows, buffer: Tensor) -> Tensor:
+    def _form(self, tile: int) -> Tensor:
         """Rows of J, without the columns that are not to be formed."""
-        J = buffer[: len(one.values)]
+        one = self.tiles[tile]
+        J = self.values.new_zeros(len(one.values), sum(self.formed.values()))
         for name, block in zip(self.formed, J.split(list(self.formed.values()), 1), strict=True):
             if name in one.parts:
                 inputs, output_grads = one.parts[name]
                 torch.bmm(output_grads.mT, inputs, out=block.unflatten(1, (-1, inputs.shape[2])))
-            else:
-                block.zero_()
         return J
 
 
