@@ -2,7 +2,7 @@
 
 import matplotlib.pyplot as plt
 import torch
-from torch import nn
+from torch import nn, vmap
 from torch.func import grad, hessian
 
 import consequent
@@ -25,15 +25,16 @@ def edge(model, point, value):  # and of what is known: at the start, and at bot
     return model(point) - value
 
 
-points = torch.rand(1500, 2) * torch.tensor([1.0, 2.0]) - torch.tensor([0.0, 1.0])
 start = torch.stack([torch.zeros(100), torch.linspace(-1, 1, 100)], 1)
 ends = torch.stack([torch.rand(100), torch.randint(2, (100,)) * 2.0 - 1], 1)
 known = torch.cat([start, ends]), torch.cat([-torch.sin(torch.pi * start[:, 1:]), torch.zeros(100, 1)])
-
-terms = {"equation": equation, "edge": edge}
-solver = consequent.WholeNetwork(model, terms, weights={"edge": 10.0}, progress=10)
-for _ in range(100):
-    loss = solver.step(equation=points, edge=known)
+solver = consequent.WholeNetwork(model, {"equation": equation, "edge": edge}, weights={"edge": 10.0}, progress=10)
+for step in range(100):
+    if step % 10 == 0:  # new points, more of them where more is left over: here a shock forms
+        many = torch.rand(20_000, 2) * torch.tensor([1.0, 2.0]) - torch.tensor([0.0, 1.0])
+        left = vmap(equation, (None, 0))(model, many).detach().abs()
+        points = many[torch.multinomial(left + left.mean(), 1500)]
+    solver.step(equation=points, edge=known)
 
 grid = torch.cartesian_prod(torch.linspace(0, 1, 200), torch.linspace(-1, 1, 200))
 picture = model(grid).detach().view(200, 200).T
