@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import pickle
 
 import curvlinops
 import pytest
@@ -100,7 +101,7 @@ def test_gauss_newton_matrix_of_curvlinops():
         model, nn.MSELoss(), list(parameters.values()), [(x, y)], check_deterministic=False
     )
     matrix = operator @ torch.eye(sum(p.numel() for p in parameters.values())).double()
-    rows = Residual("", lambda model, x, y: model(x) - y, model, False).rows([x, y], (90 * 3) ** -0.5)
+    rows = Residual("", lambda model, x, y: model(x) - y, model, False).rows([x, y], 1 / 90)
     found = Jacobian([rows], {name: p.numel() for name, p in parameters.items()}, 1e9).smaller_system()
     torch.testing.assert_close(2 * found, matrix)
 
@@ -219,7 +220,7 @@ def test_switching_to_training_is_noticed():
 def test_batched_refuses_parameters_outside_of_linear_layers():
     model = CASES["a coefficient"][0]().double()
     solver = WholeNetwork(model, lambda model, x: model.coefficient * model(x), batched=True)
-    with pytest.raises(ValueError, match=r"uses a parameter of shape \[\] so .* the weight or bias of a linear layer"):
+    with pytest.raises(ValueError, match=r"uses a tensor of shape \[\] .* the weight or bias of a linear layer"):
         solver.step(torch.randn(4, 2).double())
 
 
@@ -238,11 +239,11 @@ def second_by_batched_grads(model, x):
         (lambda model, x: model(x).sum(), r"returned the shape \[\] for"),
         (
             lambda model, x: model(x) - model(x).mean(),
-            "alone and .* among others, or its gradient is. Does it mix samples",
+            "alone and .* among others .*, or its gradient is. Does it mix samples",
         ),
         (
             lambda model, x: model(x) + 0.01 * model(x).mean(),
-            "alone and .* among others, or its gradient is. Does it mix samples",
+            "alone and .* among others .*, or its gradient is. Does it mix samples",
         ),
         (lambda model, x: model(x) - x[:, 0], r"add \[n, 1\] to \[n\]"),
         (lambda model, x: model(x.flip(0)).flip(0), "change their order"),
@@ -342,13 +343,13 @@ def test_little_memory_gives_the_same_step(samples):
     side = min(samples, sum(p.numel() for p in model.parameters()))
     solver = WholeNetwork(model, residual, damping=1.0)
     solver.step(x)
-    size = next(iter(solver._known.values())).memory
-    small = WholeNetwork(other, residual, damping=1.0, memory=32 * side**2 + samples * size + 64 * side)
+    sample = next(iter(solver._known.values()))
+    small = WholeNetwork(
+        other, residual, damping=1.0, memory=32 * side**2 + samples * sample.kept + 2 * sample.computed
+    )
     calls = []
     rows = small.residuals[""].rows
-    small.residuals[""].rows = lambda batch, scale, **options: (
-        calls.append(len(batch[0])) or rows(batch, scale, **options)
-    )
+    small.residuals[""].rows = lambda batch, weight: calls.append(len(batch[0])) or rows(batch, weight)
     small.step(x)
     assert len(calls) > 2
     torch.testing.assert_close(vector(model), vector(other))
@@ -426,7 +427,7 @@ def test_a_parameter_that_is_not_the_models_is_refused():
     for batched in (False, True):
         solver = WholeNetwork(perceptron(2, 3, 1), lambda m, x: other * m(x), batched=batched)
         with pytest.raises(
-            ValueError, match=r"uses a parameter of shape \[\] so that it would not be trained. It must be the model's"
+            ValueError, match=r"uses a tensor of shape \[\] that requires .* It must be an nn.Parameter of the model"
         ):
             solver.step(X)
     solver = WholeNetwork(perceptron(2, 3, 1), lambda m, x: other.detach() * m(x) + x.sum())
@@ -509,6 +510,79 @@ def test_batch_norm_is_refused():
 def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         WholeNetwork(**{"model": nn.Linear(2, 1), "residual": fit, **arguments})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_residuals_that_are_rounding_are_no_mixture(dtype):
+    """A periodic condition on a periodic network, and targets that are met."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model, x = perceptron(2, 20, 20, 1).to(dtype), torch.randn(40, 2, dtype=dtype)
+
+        def periodic(model, x):
+            return model((2 * torch.pi * (x + 1)).sin()) - model((2 * torch.pi * x).sin())
+
+        WholeNetwork(model, periodic).step(x)
+        WholeNetwork(model, lambda model, x, y: model(x) - y).step(x, model(x).detach())
+
+
+def test_a_tensor_that_would_not_be_trained_is_refused():
+    unknown = torch.tensor(1.0, requires_grad=True)
+    for batched in (False, True):
+        with pytest.raises(ValueError, match=r"uses a tensor of shape \[\] that requires gradients"):
+            WholeNetwork(perceptron(2, 3, 1), lambda m, x: unknown * m(x), batched=batched).step(X)
+
+
+@pytest.mark.parametrize("residual", [lambda m, x: m(x - x[:1]), lambda m, x: m(x) * (-x[:, :1].cumsum(0)).exp()])
+def test_mixtures_that_spare_the_first_sample_are_refused(residual):
+    with pytest.raises(ValueError, match="Does it mix samples"):
+        WholeNetwork(perceptron(2, 3, 1).double(), residual, batched=True).step(torch.randn(9, 2).double())
+
+
+def test_control_flow_by_a_parameter_is_explained():
+    def residual(model, x):
+        return model(x) if model.coefficient > 0 else -model(x)
+
+    with pytest.raises(ValueError, match=r"the residual cannot be computed.*its parameters are its own: no `if`"):
+        WholeNetwork(CASES["a coefficient"][0](), residual).step(X)
+
+
+def test_other_numbers_from_samples_of_the_same_shape():
+    numbers = [1]
+    model, x = perceptron(2, 3, 1).double(), X.double()
+    solver = WholeNetwork(model, lambda m, x: m(x).expand(numbers[0]))
+    solver.step(x)
+    numbers[0] = 3
+    wanted = float(model(x).square().mean())
+    assert solver.step(x) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda solver: pickle.loads(pickle.dumps(solver))])
+def test_copies_go_on_by_themselves(copied):
+    model, _, x = made("Laplacian")
+    solver = WholeNetwork(model, laplacian)
+    solver.step(x)
+    other, before = copied(solver), vector(model)
+    losses = [other.step(x) for _ in range(2)]
+    assert torch.equal(vector(model), before)
+    assert losses == [solver.step(x) for _ in range(2)]
+
+
+@pytest.mark.parametrize("residual", ["integral", "convolution"])
+def test_memory_is_kept_to(residual):
+    """Measured as the size of the largest piece: what is computed for a sample is far larger than what is kept."""
+    nodes = torch.linspace(0, 1, 200)[:, None]
+    cases = {
+        "integral": (perceptron(1, 32, 1), lambda m, x: m(x) - m(x * nodes).mean(0), torch.rand(500, 1)),
+        "convolution": (nn.Conv2d(1, 8, 3), lambda m, x: m(x).tanh().mean((1, 2)), torch.rand(300, 1, 32, 32)),
+    }
+    model, function, x = cases[residual]
+    solver, sizes = WholeNetwork(model, function, memory=2e7), []
+    rows = solver.residuals[""].rows
+    solver.residuals[""].rows = lambda batch, weight: sizes.append(len(batch[0])) or rows(batch, weight)
+    solver.step(x)
+    results = 4 * {"integral": 2 * 200 * 33, "convolution": 2 * 8 * 30 * 30}[residual]  # bytes: products, tanh
+    assert 8 < max(sizes[1:]) < 2e7 / results / 2
 
 
 def test_bad_steps():

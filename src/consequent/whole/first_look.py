@@ -1,51 +1,72 @@
-"""A look at a few samples before any step: whether each is computed by itself, and how much memory it takes."""
+"""A look at a few samples before any step: is each computed by itself, and how much memory does it take?"""
 
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from consequent.whole.jacobian import Jacobian
-from consequent.whole.residuals import Batch, Residual
+from consequent.whole.residuals import Batch, Residual, nodes_of
 
 FEW = 8
+NOISE = 1000  # in units of the last place: a difference of so much is rounding
 
 
 class Sample(NamedTuple):
-    """How many numbers one sample leaves over, and the bytes of their gradients."""
+    """How many numbers one sample leaves over, the bytes of their gradients, and those that computing these takes."""
 
     components: int
-    memory: float
+    kept: float
+    computed: float
 
 
 def look(residual: Residual, batch: Batch, trained: dict[str, nn.Parameter]) -> Sample:
-    """Compare a sample alone with the same among others, and gradients for each sample with a backward pass for all."""
-    with torch.enable_grad():  # samples may require gradients
-        one, few = [its[:1] for its in batch], [its[:FEW] for its in batch]
+    """Compare samples alone with the same among others, and gradients for each sample with a backward pass for all."""
+    few = pieces(batch, FEW)[0]
+    ones = pieces(few, 1)
     try:
-        alone, values = residual.values(one), residual.values(few, graph=True)
+        values = residual.values(few, graph=True)
+        alone = torch.cat([residual.values(ones[place]) for place in (0, -1)])
+        rows = residual.rows(few, values.shape[1])
     except (RuntimeError, ValueError, IndexError) as error:
+        if str(error).startswith(str(residual)):
+            raise
         shapes = [list(its.shape[1 - residual.batched :]) for its in few]
         raise ValueError(
             f"{residual} cannot be computed for samples of shapes {shapes}: {error}. A sample has no dimension for "
-            "samples (dim=-1 is its last). For what is written for a batch, or with torch.autograd.grad, pass "
-            "batched=True. For dropout and BatchNorm, call model.eval()"
+            "samples (dim=-1 is its last), and its parameters are its own: no `if` and no float() of them. For what is "
+            "written for a batch, or with torch.autograd.grad, pass batched=True. For dropout and BatchNorm, call "
+            "model.eval()"
         ) from error
-    rows = residual.rows(few, 1.0)
     jacobian = Jacobian([rows], {name: p.numel() for name, p in trained.items()}, 1e8)
     vector = torch.arange(1.0, len(rows.values) + 1).to(rows.values)
+    sizes: list[int] = []
+    for node in nodes_of(values):  # its gradients are as large as its results
+        node.register_prehook(lambda grads: sizes.extend(grad.numel() for grad in grads if grad is not None))
     with torch.enable_grad():
         total = values.flatten() @ vector
         plain = torch.autograd.grad(total, list(trained.values()), materialize_grads=True, allow_unused=True)
-    wanted, length = torch.cat([grad.flatten() for grad in plain]), float(vector.norm())
-    size = max(float(jacobian.gram().diagonal().sum()) ** 0.5 * length, float(wanted.norm()))
-    tolerance = torch.finfo(vector.dtype).eps ** 0.4
-    is_wrong = float((jacobian.transposed_times(vector) - wanted).norm()) > tolerance * size
-    if is_wrong or alone.shape[1] != values.shape[1] or not torch.allclose(alone, values[:1], rtol=0.01, atol=0):
+    wanted, eps = torch.cat([grad.flatten() for grad in plain]), torch.finfo(vector.dtype).eps
+    norm, length = float(jacobian.gram().diagonal().clamp(min=0).sum().sqrt()), float(vector.norm())
+    size = max(norm * length, float(wanted.norm()))
+    is_wrong = float((jacobian.transposed_times(vector) - wanted).norm()) > eps**0.4 * size + NOISE * eps * length
+    scale = norm * float(torch.cat([p.detach().flatten() for p in trained.values()]).norm())
+    atol = max(0.0, eps**0.4 * scale + NOISE * eps)  # 0: derivatives are not finite, which the step says
+    if is_wrong or alone.shape[1] != values.shape[1] or not alone.allclose(values[[0, -1]], rtol=0.01, atol=atol):
         raise ValueError(
-            f"{residual} of a sample is {alone[0].tolist()} alone and {values[0].tolist()} among others, or its "
-            "gradient is. Does it mix samples, change their order, draw at random, or add [n, 1] to [n]? For dropout "
-            "and BatchNorm, call model.eval(). is_grads_batched=True and layers in torch.compile are not supported"
+            f"{residual} of a sample is {alone.tolist()} alone and {values[[0, -1]].tolist()} among others (the first "
+            "and the last), or its gradient is. Does it mix samples, change their order, draw at random, or add [n, 1] "
+            "to [n]? For dropout and BatchNorm, call model.eval(). is_grads_batched=True and layers in torch.compile "
+            "are not supported"
         )
-    numbers = sum(tensor.numel() for part in rows.parts.values() for tensor in part)
-    return Sample(values.shape[1], numbers * vector.element_size() / len(few[0]))
+    kept, computed = sum(tensor.numel() for part in rows.parts.values() for tensor in part), sum(sizes)
+    each = vector.element_size() / len(few[0])
+    return Sample(
+        values.shape[1], kept * each, (kept + 3 * computed) * each
+    )  # 3: results, their gradients, and what comes between
+
+
+def pieces(batch: Batch, size: int) -> list[tuple[Tensor, ...]]:
+    """So many samples at a time, which require gradients where the batch does."""
+    split = ([piece.detach().requires_grad_(one.requires_grad) for piece in one.split(size)] for one in batch)
+    return list(zip(*split, strict=True))

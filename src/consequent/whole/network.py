@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from consequent.maths.checks import check_nonnegative, check_positive
 from consequent.maths.torch_private import compiled_model_in
-from consequent.whole.first_look import FEW, Sample, look
+from consequent.whole.first_look import FEW, Sample, look, pieces
 from consequent.whole.jacobian import Jacobian
-from consequent.whole.residuals import Batch, Residual
+from consequent.whole.residuals import Batch, Residual, weigh
 
 KEPT = 1e-3  # of the decrease that was promised, so much must come
 WELL_KEPT = 0.25  # from here on λ is lowered
@@ -21,7 +21,7 @@ FIRST = 1e-2  # λ of the first step, in units of the mean diagonal element of J
 BEND = 0.1  # how far along a step the curvature is measured
 TRIES = 12  # of one step, each with a higher λ: up to 2⁶⁶ times the first
 
-Terms = list[tuple[Residual, Batch, float]]  # some samples of a term, and what their residuals are multiplied by
+Terms = list[tuple[Residual, Batch, float]]  # some samples of a term, and the weight of each in the loss
 
 
 class Step(NamedTuple):
@@ -117,7 +117,7 @@ class WholeNetwork(Optimizer):
         given = self._checked(batch, batches)
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         terms, room = self._terms(given, trained)
-        rows = [residual.rows(some, scale) for residual, some, scale in terms]
+        rows = [residual.rows(some, weight) for residual, some, weight in terms]
         jacobian = Jacobian(rows, {name: p.numel() for name, p in trained.items()}, room)
         parameters, before = list(trained.values()), [p.clone() for p in trained.values()]
         try:
@@ -137,7 +137,7 @@ class WholeNetwork(Optimizer):
         def residuals_after(change: Tensor, length: float = 1.0) -> Tensor:
             for p, its in zip(parameters, change.split([p.numel() for p in parameters]), strict=True):
                 p.sub_(its.view_as(p), alpha=length)
-            return torch.cat([scale * one.values(some).flatten() for one, some, scale in terms])
+            return torch.cat([weigh(one.values(some), weight).flatten() for one, some, weight in terms])
 
         group, values, system = self.param_groups[0], jacobian.values, jacobian.smaller_system()
         eps, loss = torch.finfo(values.dtype).eps, float(values.square().sum())
@@ -182,20 +182,19 @@ class WholeNetwork(Optimizer):
         size, some = sum(p.numel() for p in trained.values()), next(iter(trained.values()))
         side = min(size, number)
         taken = 32.0 * side**2  # the system: itself, damped, its factor, and the last one's
-        taken += sum(len(its[0]) * known[name].memory for name, its in given.items())
+        taken += sum(len(its[0]) * known[name].kept for name, its in given.items())
+        least = taken + 64 * side + max(one.computed for one in known.values())
         allowed = _memory_of(some.device) if self.memory is None else self.memory
-        if taken + 64 * side > allowed:
+        if least > allowed:
             raise MemoryError(
-                f"a step with {number:,} residuals and {size:,} parameters takes {taken / 1e9:.3g} GB, and "
+                f"a step with {number:,} residuals and {size:,} parameters takes {least / 1e9:.3g} GB, and "
                 f"{allowed / 1e9:.3g} GB are there: give it fewer samples, or raise memory="
             )
         terms: Terms = []
         for name, its in given.items():
-            at_once = max(1, int((allowed - taken) / (8 * known[name].memory)))  # 8: the graph of the backward pass
-            scale = math.sqrt(self.weights[name] / (len(its[0]) * known[name].components))
-            with torch.enable_grad():  # samples may require gradients
-                pieces = zip(*(one.split(at_once) for one in its), strict=True)
-            terms += [(self.residuals[name], piece, scale) for piece in pieces]
+            weight = self.weights[name] / len(its[0])
+            at_once = max(1, int((allowed - taken) / known[name].computed))
+            terms += [(self.residuals[name], piece, weight) for piece in pieces(its, at_once)]
         return terms, allowed - taken
 
     def _checked(self, batch: Any, batches: dict[str, Any]) -> dict[str, Any]:
@@ -218,6 +217,10 @@ class WholeNetwork(Optimizer):
                 f"the trained parameters must be of one type, float32 or float64, on one device; got {kinds}"
             )
         return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All of it, so that copies are whole."""
+        return self.__dict__.copy()
 
     def __repr__(self) -> str:
         sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]

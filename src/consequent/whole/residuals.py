@@ -1,10 +1,12 @@
 """A residual as its user writes it: its values for many samples, and its gradients by the parameters."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.func import vmap
 
 from consequent.whole.uses import ParametersOfEachSample, Weight
@@ -59,8 +61,8 @@ class Residual:
             return values if graph else values.detach()
 
     @torch.no_grad()
-    def rows(self, batch: Batch, scale: float) -> Rows:
-        """The residuals times a scale, those of a sample side by side, and their gradients."""
+    def rows(self, batch: Batch, weight: float) -> Rows:
+        """The residuals, each sample with this weight in the loss, and their gradients."""
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         weights = {name: Weight(p) for name, p in trained.items() if p.ndim == 2}
         samples, grads = len(batch[0]), []
@@ -73,11 +75,12 @@ class Residual:
             anchor = next(iter(trained.values())).new_zeros(samples).requires_grad_()
             each = {id(p): p.detach().expand(samples, *p.shape).requires_grad_() for p in trained.values()}
             values = (computed if self.batched else vmap(computed))(each, anchor, *batch)
-            self._refuse_shared_parameters(values)
+            self._refuse_untrained(values)
+            weighted = weigh(values, weight)
             for component in range(values.shape[1] if values.requires_grad else 0):
-                for weight in weights.values():
-                    weight.component = component
-                total = (scale * values[:, component]).sum()
+                for one in weights.values():
+                    one.component = component
+                total = weighted[:, component].sum()
                 found = torch.autograd.grad(total, [anchor, *each.values()], retain_graph=True, allow_unused=True)
                 grads.append(dict(zip(trained, found[1:], strict=True)))
         if values.dtype != anchor.dtype:
@@ -94,28 +97,40 @@ class Residual:
         if not parts:
             raise ValueError(
                 f"{self} depends on no parameter that is trained: check what it computes from the model, and that "
-                "torch.autograd.grad is called with create_graph=True"
+                "torch.autograd.grad is called with create_graph=True, without is_grads_batched"
             )
-        return Rows(scale * values.detach().flatten(), parts)
+        return Rows(weighted.detach().flatten(), parts)
 
-    def _refuse_shared_parameters(self, values: Tensor) -> None:
-        """By a parameter that all samples share their gradients are not known."""
-        seen: set[Any] = set()
-        waiting: list[Any] = [values.grad_fn]
-        while waiting:
-            if (node := waiting.pop()) is None or node in seen:
-                continue
-            seen.add(node)
-            waiting += [one for one, _ in node.next_functions]
-            if isinstance(parameter := getattr(node, "variable", None), nn.Parameter):
-                raise ValueError(  # noqa: TRY004
-                    f"{self} uses a parameter of shape {list(parameter.shape)} so that it would not be trained. It "
-                    "must be the model's; with batched=True, the weight or bias of a linear layer. Put it there, write "
-                    "what one sample leaves over (without batched=True), or call requires_grad_(False) on it"
+    def _refuse_untrained(self, values: Tensor) -> None:
+        """What requires gradients, and is neither for each sample nor a sample, would not be trained."""
+        for node in nodes_of(values):
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and (isinstance(leaf, nn.Parameter) or leaf.shape[:1] != values.shape[:1]):
+                raise ValueError(
+                    f"{self} uses a tensor of shape {list(leaf.shape)} that requires gradients, and it would not be "
+                    "trained. It must be an nn.Parameter of the model, and not the argument of grad or vmap; with "
+                    "batched=True, the weight or bias of a linear layer. Otherwise call requires_grad_(False) on it"
                 )
 
     def __str__(self) -> str:
         return f"residual {self.name!r}" if self.name else "the residual"
+
+
+def weigh(values: Tensor, weight: float) -> Tensor:
+    """Values ``[samples, components]``, so that the sum of their squares is the weighted sum of the samples' means."""
+    return math.sqrt(weight / max(1, values.shape[1])) * values
+
+
+def nodes_of(values: Tensor) -> Iterator[Node]:
+    """What a backward pass goes through."""
+    seen: set[Node] = set()
+    waiting: list[Node | None] = [values.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [one for one, _ in node.next_functions]
+            yield node
 
 
 def _part(weight: Weight | None, others: Sequence[Tensor | None], samples: int) -> Part | None:
