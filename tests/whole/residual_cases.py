@@ -72,6 +72,14 @@ def burgers(model, x):
     return slope[0] + u * slope[1] - 0.1 * grad(lambda x: grad(scalar(model))(x)[1])(x)[1]
 
 
+def batched_burgers(model, x):
+    x = x.clone().requires_grad_()
+    u = model(x)
+    (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(slope[:, 1].sum(), x, create_graph=True)
+    return slope[:, 0] + u[:, 0] * slope[:, 1] - 0.1 * second[:, 1]
+
+
 def along(model, x):
     return jvp(model, (x,), (torch.ones_like(x),))[1] + vjp(model, x)[1](torch.ones_like(model(x)))[0][:1]
 
@@ -135,3 +143,7 @@ def naive_jacobian(model, residual, *batch):
             rows.append(torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs]))
             values.append(value.detach())
     return torch.stack(values), torch.stack(rows)
+
+
+def vector(model):
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()

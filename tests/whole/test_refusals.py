@@ -1,0 +1,156 @@
+"""``WholeNetwork``: bad residuals, samples and arguments get errors that say what to do, and parameters stay."""
+
+import math
+
+import pytest
+import torch
+from residual_cases import CASES, batched_burgers, fit, perceptron, vector
+from torch import nn
+
+from consequent import WholeNetwork
+
+X = torch.ones(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("residual", "batch", "message"),
+    [
+        (lambda m, x: m(x).log() * math.nan, (X,), "not finite for 4 of 4 samples, first for sample 0"),
+        (lambda m, x: x.sum(), (X,), "depends on no parameter that is trained"),
+        (lambda m, x: m(x.detach()).detach(), (X,), "depends on no parameter that is trained"),
+        (fit, (X, X[:2]), r"a row for each sample, got \[\[4, 2\], \[2, 2\]\]"),
+        (fit, (X[:0],), "a row for each sample"),
+        (fit, (torch.tensor(1.0),), "a row for each sample"),
+        (fit, ([1.0, 2.0],), r"a row for each sample, got \['list'\]"),
+        (lambda m, x: torch.dropout(m(x), 0.5, True), (X,), r"For dropout and BatchNorm, call model.eval"),
+    ],
+)
+def test_bad_residuals_and_samples(residual, batch, message):
+    model = perceptron(2, 3, 1)
+    before = vector(model)
+    with pytest.raises(ValueError, match=message):
+        WholeNetwork(model, residual).step(*batch)
+    assert torch.equal(vector(model), before)
+
+
+def test_a_residual_of_a_batch_is_told_to_say_so():
+    for residual in (lambda m, x: m(x)[:, 0], batched_burgers):
+        with pytest.raises(ValueError, match=r"for samples of shapes \[\[2\]\]: .* pass batched=True"):
+            WholeNetwork(perceptron(2, 3, 1), residual).step(X)
+
+
+def test_a_parameter_that_is_not_the_models_is_refused():
+    other = nn.Parameter(torch.tensor(0.5))
+    for batched in (False, True):
+        solver = WholeNetwork(perceptron(2, 3, 1), lambda m, x: other * m(x), batched=batched)
+        with pytest.raises(
+            ValueError, match=r"uses a tensor of shape \[\] that requires .* It must be an nn.Parameter of the model"
+        ):
+            solver.step(X)
+    solver = WholeNetwork(perceptron(2, 3, 1), lambda m, x: other.detach() * m(x) + x.sum())
+    solver.step(X)
+
+
+def test_nan_at_a_sample_is_named():
+    model, x = perceptron(2, 3, 1), torch.randn(5, 2)
+    x[3] = math.inf
+    with pytest.raises(ValueError, match=r"residual 'a' is not finite for 1 of 5 samples, first for sample 3"):
+        WholeNetwork(model, {"a": lambda m, x: m(x) + x.sum()}).step(a=x)
+
+
+def test_a_derivative_that_is_not_finite():
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    with pytest.raises(ValueError, match="or of their derivatives by the parameters, are not finite"):
+        WholeNetwork(model, lambda m, x: m(x).abs().sqrt() + 1).step(torch.ones(3, 1))
+
+
+def test_other_types_and_overflow():
+    with pytest.raises(ValueError, match=r"is of torch.float64, and parameters are of torch.float32: convert the samp"):
+        WholeNetwork(perceptron(2, 3, 1), lambda m, x, y: m(x) - y).step(X, torch.ones(4, 1).double())
+    with pytest.raises(ValueError, match=r"squares of the residuals.*are not finite"):
+        WholeNetwork(perceptron(2, 3, 1), lambda m, x: m(x) - 1e20).step(X)
+
+
+def test_a_compiled_layer_inside():
+    model = nn.Sequential(torch.compile(perceptron(2, 3, 1), backend="eager")).double()
+    with pytest.raises(ValueError, match=r"layers in torch\.compile"):
+        WholeNetwork(model, fit).step(X.double())
+
+
+def test_batch_norm_is_refused():
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    x = torch.randn(6, 2)
+    with pytest.raises(ValueError, match=r"BatchNorm.*model\.eval\(\)"):
+        WholeNetwork(model, fit).step(x)
+    with pytest.raises(ValueError, match=r"BatchNorm.*model\.eval\(\)"):
+        WholeNetwork(model, lambda m, x: m(x), batched=True).step(x)
+    WholeNetwork(model.eval(), lambda m, x: m(x[None])[0]).step(x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"damping": 0}, ValueError, "damping must be finite and > 0"),
+        ({"memory": -1}, ValueError, "memory must be finite and > 0"),
+        ({"weights": 2.0}, ValueError, "a dict of numbers by term"),
+        ({"weights": {"a": 1}}, ValueError, r"by term, of \[''\]; got \{'a': 1\}"),
+        ({"residual": {}}, TypeError, "a function, or a dict of functions"),
+        ({"residual": {"a": fit}, "weights": {"a": 0}}, ValueError, "the weight of 'a' must be"),
+        ({"model": 3}, TypeError, "expected a torch.nn.Module, got int"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        WholeNetwork(**{"model": nn.Linear(2, 1), "residual": fit, **arguments})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_residuals_that_are_rounding_are_no_mixture(dtype):
+    """A periodic condition on a periodic network, and targets that are met."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model, x = perceptron(2, 20, 20, 1).to(dtype), torch.randn(40, 2, dtype=dtype)
+
+        def periodic(model, x):
+            return model((2 * torch.pi * (x + 1)).sin()) - model((2 * torch.pi * x).sin())
+
+        WholeNetwork(model, periodic).step(x)  # does not raise
+        assert WholeNetwork(model, lambda model, x, y: model(x) - y).step(x, model(x).detach()) < 1e-6
+
+
+def test_a_tensor_that_would_not_be_trained_is_refused():
+    unknown = torch.tensor(1.0, requires_grad=True)
+    for batched in (False, True):
+        with pytest.raises(ValueError, match=r"uses a tensor of shape \[\] that requires gradients"):
+            WholeNetwork(perceptron(2, 3, 1), lambda m, x: unknown * m(x), batched=batched).step(X)
+
+
+@pytest.mark.parametrize("residual", [lambda m, x: m(x - x[:1]), lambda m, x: m(x) * (-x[:, :1].cumsum(0)).exp()])
+def test_mixtures_that_spare_the_first_sample_are_refused(residual):
+    with pytest.raises(ValueError, match="Does it mix samples"):
+        WholeNetwork(perceptron(2, 3, 1).double(), residual, batched=True).step(torch.randn(9, 2).double())
+
+
+def test_control_flow_by_a_parameter_is_explained():
+    def residual(model, x):
+        return model(x) if model.coefficient > 0 else -model(x)
+
+    with pytest.raises(ValueError, match=r"the residual cannot be computed.*its parameters are its own: no `if`"):
+        WholeNetwork(CASES["a coefficient"][0](), residual).step(X)
+
+
+def test_bad_steps():
+    solver = WholeNetwork(perceptron(2, 3, 1), {"a": fit, "b": fit})
+    with pytest.raises(TypeError, match=r"step\(a=…, b=…\) is wanted; got 1 samples without a name, and"):
+        solver.step(X)
+    with pytest.raises(TypeError, match="not a closure"):
+        solver.step(lambda: 0.0)
+    with pytest.raises(TypeError, match="returned a tuple"):
+        WholeNetwork(perceptron(2, 3, 1), lambda m, x: (m(x), x)).step(X)
+    model = perceptron(2, 3, 1)
+    model[0].double()
+    with pytest.raises(ValueError, match=r"one type.*\['torch.float32 on cpu', 'torch.float64 on cpu'\]"):
+        WholeNetwork(model, fit).step(X)
+    with pytest.raises(ValueError, match=r"float32 or float64.*\[\]"):
+        WholeNetwork(nn.Linear(2, 1).requires_grad_(False), fit).step(X)
