@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from consequent.whole.jacobian import Jacobian
+from consequent.whole.jacobian import Jacobian, is_cheaper_by_products
 from consequent.whole.residuals import Batch, Residual, nodes_of
 
 FEW = 8
@@ -13,11 +13,12 @@ NOISE = 1000  # in units of the last place: a difference of so much is rounding
 
 
 class Sample(NamedTuple):
-    """How many numbers one sample leaves over, the bytes of their gradients, and those that computing these takes."""
+    """The numbers that one sample leaves over; bytes of what is kept, of computing it, of columns that are formed."""
 
     components: int
     kept: float
     computed: float
+    formed: float
 
 
 def look(residual: Residual, batch: Batch, trained: dict[str, nn.Parameter]) -> Sample:
@@ -38,18 +39,18 @@ def look(residual: Residual, batch: Batch, trained: dict[str, nn.Parameter]) -> 
             "written for a batch, or with torch.autograd.grad, pass batched=True. For dropout and BatchNorm, call "
             "model.eval()"
         ) from error
-    jacobian = Jacobian([rows], {name: p.numel() for name, p in trained.items()}, 1e8)
-    vector = torch.arange(1.0, len(rows.values) + 1).to(rows.values)
+    jacobian = Jacobian(rows, {name: p.numel() for name, p in trained.items()})
+    vector = torch.arange(1.0, len(jacobian.values) + 1).to(jacobian.values)
     sizes: list[int] = []
     for node in nodes_of(values):  # its gradients are as large as its results
         node.register_prehook(lambda grads: sizes.extend(grad.numel() for grad in grads if grad is not None))
     with torch.enable_grad():
-        total = values.flatten() @ vector
+        total = values.mT.flatten() @ vector
         plain = torch.autograd.grad(total, list(trained.values()), materialize_grads=True, allow_unused=True)
     wanted, eps = torch.cat([grad.flatten() for grad in plain]), torch.finfo(vector.dtype).eps
     norm, length = float(jacobian.gram().diagonal().clamp(min=0).sum().sqrt()), float(vector.norm())
-    size = max(norm * length, float(wanted.norm()))
-    is_wrong = float((jacobian.transposed_times(vector) - wanted).norm()) > eps**0.4 * size + NOISE * eps * length
+    error_by_rounding = eps**0.4 * max(norm * length, float(wanted.norm())) + NOISE * eps * length
+    is_wrong = float((jacobian.transposed_times(vector) - wanted).norm()) > error_by_rounding
     scale = norm * float(torch.cat([p.detach().flatten() for p in trained.values()]).norm())
     atol = max(0.0, eps**0.4 * scale + NOISE * eps)  # 0: derivatives are not finite, which the step says
     if is_wrong or alone.shape[1] != values.shape[1] or not alone.allclose(values[[0, -1]], rtol=0.01, atol=atol):
@@ -59,11 +60,11 @@ def look(residual: Residual, batch: Batch, trained: dict[str, nn.Parameter]) -> 
             "to [n]? For dropout and BatchNorm, call model.eval(). is_grads_batched=True and layers in torch.compile "
             "are not supported"
         )
-    kept, computed = sum(tensor.numel() for part in rows.parts.values() for tensor in part), sum(sizes)
-    each = vector.element_size() / len(few[0])
-    return Sample(
-        values.shape[1], kept * each, (kept + 3 * computed) * each
-    )  # 3: results, their gradients, and what comes between
+    parts = [(name, part) for one in rows for name, part in one.parts.items()]
+    kept, each = sum(tensor.numel() for _, part in parts for tensor in part), vector.element_size() / len(few[0])
+    formed = max((trained[name].numel() for name, part in parts if not is_cheaper_by_products(part)), default=0)
+    computed = kept + 3 * sum(sizes)  # results, their gradients, and what comes between
+    return Sample(values.shape[1], kept * each, computed * each, formed * vector.element_size())
 
 
 def pieces(batch: Batch, size: int) -> list[tuple[Tensor, ...]]:

@@ -1,11 +1,10 @@
-"""The Jacobian J of all residuals, some rows at a time: ``J Jᵀ`` parameter by parameter, ``JᵀJ``, ``Jᵀ v``.
+"""The Jacobian J of all residuals, which is never there as a whole: ``J Jᵀ``, ``JᵀJ``, ``Jᵀ v``.
 
 By a weight, a residual's gradient is ``Σ_s g_s ⊗ x_s``, and the inner product of two of them is
-``Σ_st (g_s · g_t)(x_s · x_t)``. So either rows of J are formed and multiplied, or the products of the x and those of
-the g are: whichever is less work. The latter is for wide layers.
+``Σ_st (g_s · g_t)(x_s · x_t)``. So either the weight's columns of J are formed and multiplied, or the products of the x
+and those of the g are: whichever is less work. The latter is for wide layers.
 """
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from consequent.whole.residuals import Part, Rows
 
-TILE = 256  # rows or columns at a time
+TILE = 256  # rows at a time
 COST_OF_MEMORY = 8  # multiplications of a matrix product that take as long as one of numbers in memory
 
 
@@ -23,20 +22,13 @@ class Jacobian:
     Args:
         rows: of the residuals, in their order.
         sizes: of the parameters, by name.
-        room: bytes for what is formed at a time.
     """
 
-    def __init__(self, rows: Sequence[Rows], sizes: dict[str, int], room: float) -> None:
+    def __init__(self, rows: Sequence[Rows], sizes: dict[str, int]) -> None:
         self.sizes, self.values = sizes, torch.cat([one.values for one in rows])
-        self.columns = sum(sizes.values())
-        self.is_wide = self.columns >= len(self.values)
-        parts = {name: [one.parts[name] for one in rows if name in one.parts] for name in sizes}
-        self.products = [name for name in sizes if self.is_wide and all(map(_is_cheaper_by_products, parts[name]))]
-        self.formed = {name: size for name, size in sizes.items() if name not in self.products}
-        fitting = room / (4 * self.values.element_size() * max(1, sum(self.formed.values())))  # rows
-        self.fits = fitting >= len(self.values)
-        self.tiles = [one for its in rows for one in _split(its, max(1, min(TILE, int(fitting))))]
-        self.numbers = [len(one.values) for one in self.tiles]
+        self.is_wide = sum(sizes.values()) >= len(self.values)
+        self.tiles = [tile for one in rows for tile in _split(one)]
+        self.numbers = [len(tile.values) for tile in self.tiles]
 
     def smaller_system(self) -> Tensor:
         """``J Jᵀ`` or ``JᵀJ``, in float64: float32 has too few digits to solve it."""
@@ -55,48 +47,51 @@ class Jacobian:
     def gram(self) -> Tensor:
         """``J Jᵀ``, on and below the diagonal."""
         total = self.values.new_zeros(len(self.values), len(self.values))
-        form = functools.cache(self._form) if self.fits else self._form
-        for i, (one, blocks) in enumerate(zip(self.tiles, total.split(self.numbers), strict=True)):
-            J = form(i)
-            for j, (other, block) in enumerate(zip(self.tiles[: i + 1], blocks.split(self.numbers, 1), strict=False)):
-                block.addmm_(J, (J if i == j else form(j)).mT)
-                for name in self.products:
-                    if name in one.parts and name in other.parts:
-                        block += _inner_products(one.parts[name], other.parts[name])
+        for name in self.sizes:
+            parts = [tile.parts.get(name) for tile in self.tiles]
+            if not all(part is None or is_cheaper_by_products(part) for part in parts):
+                _add_half_of_gram(total, torch.cat([self._formed(tile, name) for tile in self.tiles]))
+                continue
+            for i, (one, blocks) in enumerate(zip(parts, total.split(self.numbers), strict=True)):
+                for other, block in zip(parts[: i + 1], blocks.split(self.numbers, 1), strict=False):
+                    if one is not None and other is not None:
+                        block += _inner_products(one, other)
         return total
 
     def normal(self) -> Tensor:
         """``JᵀJ``, on and below the diagonal."""
-        total = self.values.new_zeros(self.columns, self.columns)
-        for i in range(len(self.tiles)):
-            J = self._form(i)
-            for start in range(0, self.columns, TILE):
-                total[start:, start : start + TILE].addmm_(J[:, start:].mT, J[:, start : start + TILE])
+        columns = sum(self.sizes.values())
+        total = self.values.new_zeros(columns, columns)
+        for tile in self.tiles:
+            _add_half_of_gram(total, torch.cat([self._formed(tile, name) for name in self.sizes], 1).mT)
         return total
 
     def transposed_times(self, vector: Tensor) -> Tensor:
         """``Jᵀ v``."""
         found = {name: vector.new_zeros(size) for name, size in self.sizes.items()}
-        for one, its in zip(self.tiles, vector.split(self.numbers), strict=True):
-            for name, part in one.parts.items():
+        for tile, its in zip(self.tiles, vector.split(self.numbers), strict=True):
+            for name, part in tile.parts.items():
                 grads = (part.output_grads * its[:, None, None]).flatten(0, 1)
                 found[name] += (grads.mT @ part.inputs.flatten(0, 1)).flatten()
         return torch.cat(list(found.values()))
 
-    def _form(self, tile: int) -> Tensor:
-        """Rows of J, without the columns that are not to be formed."""
-        one = self.tiles[tile]
-        J = self.values.new_zeros(len(one.values), sum(self.formed.values()))
-        for name, block in zip(self.formed, J.split(list(self.formed.values()), 1), strict=True):
-            if name in one.parts:
-                inputs, output_grads = one.parts[name]
-                torch.bmm(output_grads.mT, inputs, out=block.unflatten(1, (-1, inputs.shape[2])))
-        return J
+    def _formed(self, tile: Rows, name: str) -> Tensor:
+        """The columns of a parameter."""
+        if name not in tile.parts:
+            return tile.values.new_zeros(len(tile.values), self.sizes[name])
+        inputs, output_grads = tile.parts[name]
+        return torch.bmm(output_grads.mT, inputs).flatten(1)
 
 
-def _is_cheaper_by_products(part: Part) -> bool:
+def is_cheaper_by_products(part: Part) -> bool:
+    """Whether gradients by a parameter are multiplied with less work if they are not formed."""
     (_, uses, width), outputs = part.inputs.shape, part.output_grads.shape[2]
     return uses**2 * (outputs + width + COST_OF_MEMORY) < outputs * width
+
+
+def _add_half_of_gram(total: Tensor, matrix: Tensor) -> None:
+    for start in range(0, len(matrix), TILE):
+        total[start:, start : start + TILE].addmm_(matrix[start:], matrix[start : start + TILE].mT)
 
 
 def _inner_products(one: Part, other: Part) -> Tensor:
@@ -105,9 +100,6 @@ def _inner_products(one: Part, other: Part) -> Tensor:
     return products.view(len(one.inputs), -1, len(other.inputs), other.inputs.shape[1]).sum((1, 3))
 
 
-def _split(rows: Rows, size: int) -> list[Rows]:
-    split = {name: (part.inputs.split(size), part.output_grads.split(size)) for name, part in rows.parts.items()}
-    return [
-        Rows(values, {name: Part(x[place], g[place]) for name, (x, g) in split.items()})
-        for place, values in enumerate(rows.values.split(size))
-    ]
+def _split(rows: Rows) -> list[Rows]:
+    split = {name: zip(*(side.split(TILE) for side in part), strict=True) for name, part in rows.parts.items()}
+    return [Rows(one, {name: Part(*next(its)) for name, its in split.items()}) for one in rows.values.split(TILE)]

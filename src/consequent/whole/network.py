@@ -34,9 +34,8 @@ class Step(NamedTuple):
     tries: int
 
     def __str__(self) -> str:
-        came = (
-            f"{self.loss - self.new_loss:.2e} of {self.promised:.2e} promised" if self.promised else "nothing to gain"
-        )
+        came = f"{self.loss - self.new_loss:.2e} of {self.promised:.2e} promised"
+        came = came if self.promised else "nothing to gain"
         return f"loss {self.loss:.3e} → {self.new_loss:.3e} ({came}), damping {self.damping:.1e}, tries {self.tries}"
 
 
@@ -94,10 +93,8 @@ class WholeNetwork(Optimizer):
         self.weights = dict.fromkeys(terms, 1.0) | dict(weights or {})
         for name, weight in self.weights.items():
             check_positive(f"the weight of {name!r}", weight, "leave out a term that is not to count")
-        if damping is not None:
-            check_positive("damping", damping, "None lets the first step choose")
-        if memory is not None:
-            check_positive("memory", memory, "it is in bytes, as 4e9")
+        check_positive("damping", 1 if damping is None else damping, "None lets the first step choose")
+        check_positive("memory", 1 if memory is None else memory, "it is in bytes, as 4e9")
         check_nonnegative("progress", progress, "1 prints a line at each step")
         model = compiled_model_in(model) or model  # torch.func does not go through compiled code
         self.model, self.memory, self.progress = model, memory, progress
@@ -116,9 +113,9 @@ class WholeNetwork(Optimizer):
         """
         given = self._checked(batch, batches)
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        terms, room = self._terms(given, trained)
-        rows = [residual.rows(some, weight) for residual, some, weight in terms]
-        jacobian = Jacobian(rows, {name: p.numel() for name, p in trained.items()}, room)
+        terms = self._terms(given, trained)
+        rows = [one for residual, some, weight in terms for one in residual.rows(some, weight)]
+        jacobian = Jacobian(rows, {name: p.numel() for name, p in trained.items()})
         parameters, before = list(trained.values()), [p.clone() for p in trained.values()]
         try:
             self.last = self._follow(terms, jacobian, parameters, before)
@@ -137,16 +134,13 @@ class WholeNetwork(Optimizer):
         def residuals_after(change: Tensor, length: float = 1.0) -> Tensor:
             for p, its in zip(parameters, change.split([p.numel() for p in parameters]), strict=True):
                 p.sub_(its.view_as(p), alpha=length)
-            return torch.cat([weigh(one.values(some), weight).flatten() for one, some, weight in terms])
+            return torch.cat([weigh(one.values(some), weight).mT.flatten() for one, some, weight in terms])
 
         group, values, system = self.param_groups[0], jacobian.values, jacobian.smaller_system()
         eps, loss = torch.finfo(values.dtype).eps, float(values.square().sum())
         mean, gradient = float(system.diagonal().sum()) / len(values), jacobian.transposed_times(values)
         if not math.isfinite(mean + loss):
-            raise ValueError(
-                "the squares of the residuals, or of their derivatives by the parameters, are not finite; nothing was "
-                "changed"
-            )
+            raise ValueError("squares of the residuals, or of their derivatives by the parameters, are not finite")
         damping, growth = FIRST * mean if group["damping"] is None else group["damping"], 2.0
         for tries in range(1, TRIES + 1):
             damping = max(damping, eps * mean)
@@ -172,8 +166,8 @@ class WholeNetwork(Optimizer):
             damping, growth = damping * growth, growth * 2
         return Step(loss, loss, 0.0, damping, tries)
 
-    def _terms(self, given: dict[str, Batch], trained: dict[str, nn.Parameter]) -> tuple[Terms, float]:
-        """The samples of all terms, as many at a time as there is memory for, and the bytes that are left for this."""
+    def _terms(self, given: dict[str, Batch], trained: dict[str, nn.Parameter]) -> Terms:
+        """The samples of all terms, as many at a time as there is memory for."""
         known, state = {}, (tuple(trained), *(module.training for module in self.model.modules()))
         for name, its in given.items():
             key = (name, state, min(len(its[0]), FEW), *(one.shape[1:] for one in its))
@@ -181,9 +175,10 @@ class WholeNetwork(Optimizer):
         number = sum(len(its[0]) * known[name].components for name, its in given.items())
         size, some = sum(p.numel() for p in trained.values()), next(iter(trained.values()))
         side = min(size, number)
-        taken = 32.0 * side**2  # the system: itself, damped, its factor, and the last one's
+        taken = 32.0 * side**2 + 64 * side  # the system: itself, damped, its factor, and the last one's
         taken += sum(len(its[0]) * known[name].kept for name, its in given.items())
-        least = taken + 64 * side + max(one.computed for one in known.values())
+        taken += number * max(one.formed for one in known.values()) if size >= number else 0
+        least = taken + max(one.computed for one in known.values())
         allowed = _memory_of(some.device) if self.memory is None else self.memory
         if least > allowed:
             raise MemoryError(
@@ -192,10 +187,9 @@ class WholeNetwork(Optimizer):
             )
         terms: Terms = []
         for name, its in given.items():
-            weight = self.weights[name] / len(its[0])
             at_once = max(1, int((allowed - taken) / known[name].computed))
-            terms += [(self.residuals[name], piece, weight) for piece in pieces(its, at_once)]
-        return terms, allowed - taken
+            terms += [(self.residuals[name], piece, self.weights[name] / len(its[0])) for piece in pieces(its, at_once)]
+        return terms
 
     def _checked(self, batch: Any, batches: dict[str, Any]) -> dict[str, Any]:
         """The samples of each term."""
@@ -213,13 +207,11 @@ class WholeNetwork(Optimizer):
                 raise ValueError(f"{self.residuals[name]} takes tensors with a row for each sample, got {shapes}")
         kinds = sorted({f"{p.dtype} on {p.device}" for p in self.model.parameters() if p.requires_grad})
         if len(kinds) != 1 or not kinds[0].startswith(("torch.float32", "torch.float64")):
-            raise ValueError(
-                f"the trained parameters must be of one type, float32 or float64, on one device; got {kinds}"
-            )
+            raise ValueError(f"trained parameters must be of one type, float32 or float64, on one device; got {kinds}")
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """All of it, so that copies are whole."""
+        """Everything, so that copies are whole."""
         return self.__dict__.copy()
 
     def __repr__(self) -> str:

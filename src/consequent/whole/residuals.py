@@ -61,11 +61,11 @@ class Residual:
             return values if graph else values.detach()
 
     @torch.no_grad()
-    def rows(self, batch: Batch, weight: float) -> Rows:
-        """The residuals, each sample with this weight in the loss, and their gradients."""
+    def rows(self, batch: Batch, weight: float) -> list[Rows]:
+        """The residuals, each sample with this weight in the loss, and their gradients; by component."""
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         weights = {name: Weight(p) for name, p in trained.items() if p.ndim == 2}
-        samples, grads = len(batch[0]), []
+        samples, rows = len(batch[0]), []
 
         def computed(each: dict[int, Tensor], anchor: Tensor, *sample: Tensor) -> Tensor:
             with ParametersOfEachSample({id(trained[name]): one for name, one in weights.items()}, each, anchor):
@@ -75,35 +75,31 @@ class Residual:
             anchor = next(iter(trained.values())).new_zeros(samples).requires_grad_()
             each = {id(p): p.detach().expand(samples, *p.shape).requires_grad_() for p in trained.values()}
             values = (computed if self.batched else vmap(computed))(each, anchor, *batch)
-            self._refuse_untrained(values)
-            weighted = weigh(values, weight)
-            for component in range(values.shape[1] if values.requires_grad else 0):
-                for one in weights.values():
-                    one.component = component
-                total = weighted[:, component].sum()
-                found = torch.autograd.grad(total, [anchor, *each.values()], retain_graph=True, allow_unused=True)
-                grads.append(dict(zip(trained, found[1:], strict=True)))
-        if values.dtype != anchor.dtype:
-            raise ValueError(f"{self} is of {values.dtype}, and parameters are of {anchor.dtype}: convert the samples")
-        if len(bad := (~values.isfinite()).nonzero()):
-            raise ValueError(
-                f"{self} is not finite for {len(bad[:, 0].unique())} of {samples} samples, first for sample "
-                f"{int(bad[0, 0])}: {values[int(bad[0, 0])].tolist()}. Nothing was changed"
-            )
-        parts = {}
-        for name in trained:
-            if part := _part(weights.get(name), [its[name] for its in grads], samples):
-                parts[name] = part
-        if not parts:
+            self._check(values, anchor)
+            for one in weigh(values, weight).unbind(1) if values.requires_grad else ():
+                uses: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in trained}
+                for name, its in weights.items():
+                    its.uses = uses[name]
+                leaves = anchor, *each.values()
+                _, *grads = torch.autograd.grad(one.sum(), leaves, retain_graph=True, allow_unused=True)
+                parts = {name: _part(uses[name], grad) for name, grad in zip(trained, grads, strict=True)}
+                rows.append(Rows(one.detach(), {name: part for name, part in parts.items() if part}))
+        if not any(one.parts for one in rows):
             raise ValueError(
                 f"{self} depends on no parameter that is trained: check what it computes from the model, and that "
                 "torch.autograd.grad is called with create_graph=True, without is_grads_batched"
             )
-        return Rows(weighted.detach().flatten(), parts)
+        return rows
 
-    def _refuse_untrained(self, values: Tensor) -> None:
-        """What requires gradients, and is neither for each sample nor a sample, would not be trained."""
-        for node in nodes_of(values):
+    def _check(self, values: Tensor, anchor: Tensor) -> None:
+        if values.dtype != anchor.dtype:
+            raise ValueError(f"{self} is of {values.dtype}, and parameters are of {anchor.dtype}: convert the samples")
+        if len(bad := (~values.isfinite()).nonzero()[:, 0].unique()):
+            raise ValueError(
+                f"{self} is not finite for {len(bad)} of {len(values)} samples, first for sample {int(bad[0])}: "
+                f"{values[int(bad[0])].tolist()}. Nothing was changed"
+            )
+        for node in nodes_of(values):  # what is neither for each sample nor a sample would not be trained
             leaf = getattr(node, "variable", None)
             if leaf is not None and (isinstance(leaf, nn.Parameter) or leaf.shape[:1] != values.shape[:1]):
                 raise ValueError(
@@ -124,35 +120,21 @@ def weigh(values: Tensor, weight: float) -> Tensor:
 def nodes_of(values: Tensor) -> Iterator[Node]:
     """What a backward pass goes through."""
     seen: set[Node] = set()
-    waiting: list[Node | None] = [values.grad_fn]
+    waiting = [values.grad_fn]
     while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
+        if (node := waiting.pop()) is not None and node not in seen:
             seen.add(node)
             waiting += [one for one, _ in node.next_functions]
             yield node
 
 
-def _part(weight: Weight | None, others: Sequence[Tensor | None], samples: int) -> Part | None:
-    """The gradients by a parameter, of its uses as a weight and of others; of a sample, one for each component."""
-    pairs, count = [], samples * len(others)
-    for inputs, transposed, its in weight.uses.values() if weight else ():
-        grads = _stacked([its.get(component) for component in range(len(others))])
-        inputs = inputs[:, None].expand(-1, len(others), *inputs.shape[1:])
-        pair = [value.reshape(count, -1, value.shape[-1]) for value in (inputs, grads)]
-        pairs.append(pair[::-1] if transposed else pair)
-    elements = None if all(grad is None for grad in others) else _stacked(others).reshape(count, -1)
-    if pairs:
-        inputs, output_grads = (torch.cat(side, 1) for side in zip(*pairs, strict=True))
+def _part(uses: list[tuple[Tensor, Tensor]], grads: Tensor | None) -> Part | None:
+    """The gradients by a parameter, of its uses as a weight and of others."""
+    if uses:
+        inputs, output_grads = (torch.cat(side, 1) for side in zip(*uses, strict=True))
         (_, number, width), outputs = inputs.shape, output_grads.shape[2]
-        if elements is None and number * (width + outputs) <= width * outputs:
+        if grads is None and number * (width + outputs) <= width * outputs:
             return Part(inputs, output_grads)
-        product = torch.bmm(output_grads.mT, inputs).flatten(1)
-        elements = product if elements is None else elements + product
-    return None if elements is None else Part(elements.new_ones(count, 1, 1), elements[:, None])
-
-
-def _stacked(grads: Sequence[Tensor | None]) -> Tensor:
-    """``[samples, components, …]``; None is zeros."""
-    some = next(grad for grad in grads if grad is not None)
-    return torch.stack([torch.zeros_like(some) if grad is None else grad for grad in grads], 1)
+        product = torch.bmm(output_grads.mT, inputs)
+        grads = product if grads is None else grads + product
+    return None if grads is None else Part(grads.new_ones(len(grads), 1, 1), grads.reshape(len(grads), 1, -1))

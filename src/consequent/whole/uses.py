@@ -5,7 +5,6 @@ go forward, in ``g W`` where gradients g go back. Each use adds an outer product
 gradient by W. One backward pass brings these vectors for all samples; the gradients themselves need not be formed.
 """
 
-from itertools import count
 from typing import Any
 
 import torch
@@ -13,22 +12,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_numbers = count()
-
 
 class Weight:
-    """The weight of a linear layer, and its uses.
-
-    Attributes:
-        component: of the residuals, which is differentiated now, if any.
-        uses: by number, what the weight was multiplied by, whether it was transposed, and the product's gradients by
-            component.
-    """
+    """The weight of a linear layer. While residuals are differentiated, its uses are listed: their x and g."""
 
     def __init__(self, matrix: Tensor) -> None:
         self.matrix = matrix.detach()
-        self.component: int | None = None
-        self.uses: dict[int, tuple[Tensor, bool, dict[int, Tensor]]] = {}
+        self.uses: list[tuple[Tensor, Tensor]] | None = None
 
 
 class Use(torch.autograd.Function):
@@ -47,42 +37,36 @@ class Use(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
         """Keep what the derivatives need."""
         values, anchor, ctx.weight, ctx.transposed = inputs
-        ctx.number = next(_numbers)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(values, anchor)
         ctx.save_for_forward(values, anchor)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
         """Compute the gradient of the inputs, which is another use. Note this one if residuals are differentiated."""
-        (inputs, anchor), weight, grad = ctx.saved_tensors, ctx.weight, grads[0]
-        if grad is not None and weight.component is not None:
-            its = weight.uses.setdefault(
-                ctx.number, (inputs.detach(), ctx.transposed, {})
-            )  # its graph would hold itself
-            its[2][weight.component] = grad
+        (inputs, anchor), weight = ctx.saved_tensors, ctx.weight
+        if grad is not None and weight.uses is not None:
+            pair = [rows.detach().reshape(len(rows), -1, rows.shape[-1]) for rows in (inputs, grad)]
+            weight.uses.append((pair[1], pair[0]) if ctx.transposed else (pair[0], pair[1]))
         is_wanted = grad is not None and ctx.needs_input_grad[0]
         return use(grad, anchor, weight, not ctx.transposed) if is_wanted else None, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
+    def jvp(ctx: Any, tangent: Tensor | None, *_: Any) -> Any:
         """Compute the tangent of the product, which is another use."""
-        anchor = ctx.saved_tensors[1]
-        return None if tangents[0] is None else use(tangents[0], anchor, ctx.weight, ctx.transposed)
+        return None if tangent is None else use(tangent, ctx.saved_tensors[1], ctx.weight, ctx.transposed)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *operands: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, inputs: Tensor, *others: Any) -> Any:
         """The same for a batch. The dimension of samples stays the first: that of the outermost ``vmap``, or ours."""
-        (inputs, *others), place = operands, operands[1].ndim if in_dims[1] is None else 0
-        same = in_dims[0] is None
-        rows = inputs.expand(info.batch_size, *inputs.shape) if same else inputs.movedim(in_dims[0], place)
+        place, source = others[0].ndim if in_dims[1] is None else 0, in_dims[0]
+        rows = inputs.expand(info.batch_size, *inputs.shape) if source is None else inputs.movedim(source, place)
         return use(rows, *others), place
 
 
-def use(inputs: Tensor, anchor: Tensor, weight: Weight, transposed: bool) -> Tensor:
+def use(inputs: Any, anchor: Tensor, weight: Weight, transposed: bool) -> Any:
     """The product."""
-    product: Tensor = Use.apply(inputs, anchor, weight, transposed)  # type: ignore[no-untyped-call]
-    return product
+    return Use.apply(inputs, anchor, weight, transposed)  # type: ignore[no-untyped-call]
 
 
 class ParametersOfEachSample(TorchFunctionMode):
@@ -104,18 +88,17 @@ class ParametersOfEachSample(TorchFunctionMode):
             return self._linear(*args, **(kwargs or {}))
         return func(*self._own(args), **self._own(kwargs or {}))
 
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
-        known, own = self.weights.get(id(weight)), self.each.get(id(bias), bias)
-        if known is None and own is bias:
-            return F.linear(self._own(input), self._own(weight), bias)
-        if self.anchor.ndim and len(input) != len(self.anchor):
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: A002
+        known, batched = self.weights.get(id(weight)), self.anchor.ndim
+        own: Any = self.each.get(id(bias), bias)
+        if batched and len(input) != len(self.anchor) and (known or own is not bias):
             raise ValueError(
                 f"a layer was called with {len(input)} rows for {len(self.anchor)} samples; with batched=True the "
                 "first dimension of its inputs must be theirs"
             )
         inputs = self._own(input)
         outputs = F.linear(inputs, self._own(weight)) if known is None else use(inputs, self.anchor, known, False)
-        if own is not None and own is not bias and self.anchor.ndim:
+        if own is not bias and batched:
             own = own.view(len(own), *(1,) * (outputs.ndim - 2), -1)
         return outputs if own is None else outputs + own
 
