@@ -5,6 +5,14 @@ and the same processor seconds (``--seconds``, 10) for each run. Each rival has 
 setting by the error at the end goes into five finals with seeds 0 to 4; ours has no setting and no trial. The measure
 is the relative error on held-out points when the time is over. "Ahead" is ahead in all pairs of seeds.
 
+On a GPU the same for the five equations, by the wall clock, five seconds for each run, with rivals that were among the
+best on the CPU; all are in CUDA graphs but SOAP's own arithmetic, which cannot be:
+
+    python -m benchmarks.residuals run --device cuda --seconds 5 --results results/residuals-gpu.jsonl \
+        --problems poisson-2d poisson-5d heat burgers helmholtz --contestants WholeNetwork L-BFGS Adam SOAP
+
+On a CPU:
+
     python -m benchmarks.residuals run --problems poisson-2d heat    # adds lines to results/residuals.jsonl
     python -m benchmarks.residuals table                             # prints the table
     python -m benchmarks.residuals figure docs/residuals.svg

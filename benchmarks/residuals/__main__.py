@@ -23,15 +23,18 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="+", choices=tuple(CONTESTANTS), default=list(CONTESTANTS))
     parser.add_argument("--seconds", type=float, default=10.0, help="of the processor, for each run")
     parser.add_argument("--seeds", type=int, default=5, help="finals of each")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of runs and of times")
     parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("results/residuals.jsonl"))
     arguments = parser.parse_args()
     if arguments.stage == "run":
         for name in arguments.problems:
-            runs.run(name, arguments.contestants, arguments.seconds, arguments.seeds, arguments.results)
+            runs.run(
+                name, arguments.contestants, arguments.seconds, arguments.seeds, arguments.results, arguments.device
+            )
     elif arguments.stage == "table":
         print(summary.table(runs.read(arguments.results)))
     elif arguments.stage == "times":
-        times.times(arguments.path)
+        times.times(arguments.path, arguments.device)
     elif arguments.stage == "one-step":
         summary.one_step(arguments.path)
     else:

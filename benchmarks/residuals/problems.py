@@ -5,7 +5,7 @@ relative, root mean square, on held-out points. The picture alone is judged on i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -33,6 +33,12 @@ class Problem:
     def error(self) -> float:
         """How far the network is from the truth, relative to it."""
         return float((self.model(self.points) - self.truth).norm() / self.truth.norm())
+
+    def to(self, device: str) -> "Problem":
+        """The same there."""
+        batches = {name: tuple(one.to(device) for one in its) for name, its in self.batches.items()}
+        points, truth = self.points.to(device), self.truth.to(device)
+        return replace(self, model=self.model.to(device), batches=batches, points=points, truth=truth)
 
 
 def perceptron(*widths: int) -> nn.Sequential:
@@ -220,8 +226,8 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 }
 
 
-def problem_of(name: str, seed: int) -> Problem:
+def problem_of(name: str, seed: int, device: str = "cpu") -> Problem:
     """The problem, with the first weights and the samples of a seed, in float64."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(seed)
-    return PROBLEMS[name]()
+    return PROBLEMS[name]().to(device)

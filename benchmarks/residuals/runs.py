@@ -18,21 +18,23 @@ MARKS = 8  # errors are measured when the time is over, and after half, a quarte
 Line = dict[str, Any]
 
 
-def one_run(name: str, contestant: str, settings: Settings, seed: int, seconds: float, compiled: Compiled) -> Line:
+def one_run(
+    name: str, contestant: str, settings: Settings, seed: int, seconds: float, compiled: Compiled, device: str
+) -> Line:
     """Train until the time is over; measuring the error is not on the clock."""
     torch.set_num_threads(1)
-    problem = problem_of(name, seed)
+    problem = problem_of(name, seed, device)
     advance = CONTESTANTS[contestant][0](problem, settings, compiled)
     marks, curve = [seconds / 2**mark for mark in reversed(range(MARKS))], []
     clock, steps = 0.0, 0
     while marks:
-        start = time.process_time()
+        start = now(device)
         try:
             advance(clock / seconds)
         except (torch.linalg.LinAlgError, ValueError) as error:
             warnings.warn(f"{contestant} on {name}: {error}", stacklevel=1)
             break
-        clock, steps = clock + time.process_time() - start, steps + 1
+        clock, steps = clock + now(device) - start, steps + 1
         if clock >= marks[0]:
             error = problem.error()
             curve.append([round(clock, 3), steps, float(f"{error:.4g}") if math.isfinite(error) else None])
@@ -48,7 +50,15 @@ def one_run(name: str, contestant: str, settings: Settings, seed: int, seconds: 
     }
 
 
-def run(name: str, contestants: list[str], seconds: float, seeds: int, path: pathlib.Path) -> None:
+def now(device: str) -> float:
+    """The processor's clock; the wall clock with a GPU, when it is done."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def run(name: str, contestants: list[str], seconds: float, seeds: int, path: pathlib.Path, device: str = "cpu") -> None:
     """All that is missing of a problem: trials, then finals with the best settings."""
     compiled, terms = Compiled(), problem_of(name, 0).terms
     for contestant in contestants:
@@ -57,20 +67,27 @@ def run(name: str, contestants: list[str], seconds: float, seeds: int, path: pat
         choices = CONTESTANTS[contestant][1]
         if len(choices) > 1:
             for settings in choices:
-                add(path, name, contestant, settings, TRIAL, seconds, compiled)
+                add(path, name, contestant, settings, TRIAL, seconds, compiled, device)
             tried = [line for line in of(read(path), name, contestant) if line["seed"] == TRIAL]
             choices = [min(tried, key=lambda line: math.inf if line["error"] is None else line["error"])["settings"]]
         for seed in range(seeds):
-            add(path, name, contestant, choices[0], seed, seconds, compiled)
+            add(path, name, contestant, choices[0], seed, seconds, compiled, device)
 
 
 def add(
-    path: pathlib.Path, name: str, contestant: str, settings: Settings, seed: int, seconds: float, compiled: Compiled
+    path: pathlib.Path,
+    name: str,
+    contestant: str,
+    settings: Settings,
+    seed: int,
+    seconds: float,
+    compiled: Compiled,
+    device: str,
 ) -> None:
     known = [(line["settings"], line["seed"]) for line in of(read(path), name, contestant)]
     if (settings, seed) in known:
         return
-    line = one_run(name, contestant, settings, seed, seconds, compiled)
+    line = one_run(name, contestant, settings, seed, seconds, compiled, device)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")

@@ -62,7 +62,8 @@ def verdict(found: dict[str, list[float]]) -> str:
 def table(lines: list[Line]) -> str:
     rows = ["| problem | `WholeNetwork` | best rival | |", "|---|---:|---:|---|"]
     for problem, title in TITLES.items():
-        found = errors(lines, problem)
+        if not (found := errors(lines, problem)):
+            continue
         rival = best_rival(found)
         ours, its = ([f"{value:.1e}" for value in (median(e), min(e), max(e))] for e in (found[NAME], found[rival]))
         cells = [f"{m} ({low}–{high})" for m, low, high in (ours, its)]

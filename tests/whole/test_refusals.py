@@ -105,6 +105,12 @@ def test_bad_arguments(arguments, error, message):
         WholeNetwork(**{"model": nn.Linear(2, 1), "residual": fit, **arguments})
 
 
+def test_a_graph_needs_a_gpu():
+    solver = WholeNetwork(perceptron(2, 3, 1), fit, cuda_graph=True)
+    with pytest.raises(ValueError, match=r"cuda_graph=True is for parameters on a GPU, and they are torch.float32 on"):
+        solver.step(torch.ones(4, 2))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_residuals_that_are_rounding_are_no_mixture(dtype):
     """A periodic condition on a periodic network, and targets that are met."""

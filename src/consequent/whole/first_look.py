@@ -27,6 +27,7 @@ def look(residual: Residual, batch: Batch, trained: dict[str, nn.Parameter]) -> 
     ones = pieces(few, 1)
     try:
         values = residual.values(few, graph=True)
+        residual.refuse_nan(values)
         alone = torch.cat([residual.values(ones[place]) for place in (0, -1)])
         rows = residual.rows(few, values.shape[1])
     except (RuntimeError, ValueError, IndexError) as error:

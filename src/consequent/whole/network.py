@@ -12,16 +12,13 @@ from torch.optim import Optimizer
 from consequent.maths.checks import check_nonnegative, check_positive
 from consequent.maths.torch_private import compiled_model_in
 from consequent.whole.first_look import FEW, Sample, look, pieces
-from consequent.whole.jacobian import Jacobian
-from consequent.whole.residuals import Batch, Residual, weigh
+from consequent.whole.local_model import LocalModel, Terms
+from consequent.whole.residuals import Batch, Residual
 
 KEPT = 1e-3  # of the decrease that was promised, so much must come
 WELL_KEPT = 0.25  # from here on λ is lowered
 FIRST = 1e-2  # λ of the first step, in units of the mean diagonal element of J Jᵀ
-BEND = 0.1  # how far along a step the curvature is measured
 TRIES = 12  # of one step, each with a higher λ: up to 2⁶⁶ times the first
-
-Terms = list[tuple[Residual, Batch, float]]  # some samples of a term, and the weight of each in the loss
 
 
 class Step(NamedTuple):
@@ -59,6 +56,8 @@ class WholeNetwork(Optimizer):
             in linear layers alone.
         memory: the bytes that a step may take. None: what the machine or the GPU has.
         progress: print a line at every so many steps; 0: none.
+        cuda_graph: on a GPU, launch a step at once, by CUDA graphs of the first one with samples of these shapes. The
+            Python of a residual runs in that step alone, and what it reads must be tensors that stay.
 
     Example:
         >>> import torch, consequent
@@ -82,6 +81,7 @@ class WholeNetwork(Optimizer):
         batched: bool = False,
         memory: float | None = None,
         progress: int = 0,
+        cuda_graph: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}; WholeNetwork(model, residual)")
@@ -97,10 +97,11 @@ class WholeNetwork(Optimizer):
         check_positive("memory", 1 if memory is None else memory, "it is in bytes, as 4e9")
         check_nonnegative("progress", progress, "1 prints a line at each step")
         model = compiled_model_in(model) or model  # torch.func does not go through compiled code
-        self.model, self.memory, self.progress = model, memory, progress
+        self.model, self.memory, self.progress, self.cuda_graph = model, memory, progress, cuda_graph
         self.residuals = {name: Residual(name, one, model, batched) for name, one in terms.items()}
         self.last: Step | None = None
         self._known: dict[Any, Sample] = {}
+        self._graph: tuple[Any, list[Tensor], LocalModel] | None = None
         super().__init__(model.parameters(), {"damping": damping, "steps": 0})
 
     @torch.no_grad()
@@ -111,16 +112,11 @@ class WholeNetwork(Optimizer):
             *batch: what the residual takes, with a row for each sample: ``step(x, y)``.
             **batches: of several terms, by name: ``step(interior=x, boundary=(x, y))``.
         """
-        given = self._checked(batch, batches)
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        terms = self._terms(given, trained)
-        rows = [one for residual, some, weight in terms for one in residual.rows(some, weight)]
-        jacobian = Jacobian(rows, {name: p.numel() for name, p in trained.items()})
-        parameters, before = list(trained.values()), [p.clone() for p in trained.values()]
+        local = self._local_model(self._checked(batch, batches))
         try:
-            self.last = self._follow(terms, jacobian, parameters, before)
+            self.last = self._follow(local)
         except BaseException:
-            _put_back(parameters, before)
+            local.put_back()
             raise
         group = self.param_groups[0]
         group["steps"] += 1
@@ -128,43 +124,49 @@ class WholeNetwork(Optimizer):
             print(f"step {group['steps']}: {self.last}", flush=True)
         return self.last.loss
 
-    def _follow(self, terms: Terms, jacobian: Jacobian, parameters: list[Any], before: list[Tensor]) -> Step:
+    def _follow(self, local: LocalModel) -> Step:
         """Try steps until one keeps its promise."""
-
-        def residuals_after(change: Tensor, length: float = 1.0) -> Tensor:
-            for p, its in zip(parameters, change.split([p.numel() for p in parameters]), strict=True):
-                p.sub_(its.view_as(p), alpha=length)
-            return torch.cat([weigh(one.values(some), weight).mT.flatten() for one, some, weight in terms])
-
-        group, values, system = self.param_groups[0], jacobian.values, jacobian.smaller_system()
-        eps, loss = torch.finfo(values.dtype).eps, float(values.square().sum())
-        mean, gradient = float(system.diagonal().sum()) / len(values), jacobian.transposed_times(values)
-        if not math.isfinite(mean + loss):
+        if self.cuda_graph:
+            local.capture()
+        loss, mean = local.linearise().tolist()
+        if not math.isfinite(loss + mean):
+            for residual, some, _ in local.terms:
+                residual.refuse_nan(residual.values(some))
             raise ValueError("squares of the residuals, or of their derivatives by the parameters, are not finite")
-        damping, growth = FIRST * mean if group["damping"] is None else group["damping"], 2.0
+        group, eps, growth = self.param_groups[0], torch.finfo(local.values.dtype).eps, 2.0
+        damping = FIRST * mean if group["damping"] is None else group["damping"]
         for tries in range(1, TRIES + 1):
             damping = max(damping, eps * mean)
-            damped = system.clone()
-            damped.diagonal().add_(damping)
-            factor, info = torch.linalg.cholesky_ex(damped)
-            if int(info) == 0:  # otherwise there are too few digits for so small a λ
-                solution = torch.cholesky_solve(jacobian.into_system(values)[:, None], factor)
-                change = jacobian.out_of_system(solution[:, 0])
-                promised = float(gradient @ change + damping * change @ change)
+            failed, promised, new_loss = local.attempt(local.system.new_tensor(damping)).tolist()
+            if not failed:  # otherwise there are too few digits for so small a λ
                 if promised <= 4 * eps * loss:  # less than rounding
                     group["damping"] = damping / 10 if tries == 1 else group["damping"]  # unless λ was too high
                     break
-                bend = jacobian.into_system(residuals_after(change, BEND) - values)[:, None] + BEND * system @ solution
-                _put_back(parameters, before)
-                change += jacobian.out_of_system(torch.cholesky_solve(bend, factor)[:, 0]) / BEND**2
-                new_loss = float(residuals_after(change).square().sum())
                 came = (loss - new_loss) / promised
                 if came > KEPT:
                     group["damping"] = damping / 3 if came > WELL_KEPT else damping * 1.5
                     return Step(loss, new_loss, promised, damping, tries)
-                _put_back(parameters, before)
             damping, growth = damping * growth, growth * 2
+        local.put_back()
         return Step(loss, loss, 0.0, damping, tries)
+
+    def _local_model(self, given: dict[str, Batch]) -> LocalModel:
+        """Of these samples: a new one, or with CUDA graphs the last one, to which samples are copied."""
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if not self.cuda_graph:
+            return LocalModel(self._terms(given, trained), trained)
+        flat = [one for its in given.values() for one in its]
+        modes = [module.training for module in self.model.modules()]
+        key = modes, [p.data_ptr() for p in trained.values()], [(one.shape, one.dtype, one.device) for one in flat]
+        if self._graph is None or self._graph[0] != key:
+            self._graph = None  # its memory is free before the next one is made
+            own = [one.detach().clone().requires_grad_(one.requires_grad) for one in flat]
+            left = iter(own)
+            terms = self._terms({name: [next(left) for _ in its] for name, its in given.items()}, trained)
+            self._graph = key, own, LocalModel(terms, trained)
+        torch._foreach_copy_(self._graph[1], flat)
+        self._graph[2].remember()
+        return self._graph[2]
 
     def _terms(self, given: dict[str, Batch], trained: dict[str, nn.Parameter]) -> Terms:
         """The samples of all terms, as many at a time as there is memory for."""
@@ -208,11 +210,13 @@ class WholeNetwork(Optimizer):
         kinds = sorted({f"{p.dtype} on {p.device}" for p in self.model.parameters() if p.requires_grad})
         if len(kinds) != 1 or not kinds[0].startswith(("torch.float32", "torch.float64")):
             raise ValueError(f"trained parameters must be of one type, float32 or float64, on one device; got {kinds}")
+        if self.cuda_graph and "cuda" not in kinds[0]:
+            raise ValueError(f"cuda_graph=True is for parameters on a GPU, and they are {kinds[0]}: leave it out")
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything, so that copies are whole."""
-        return self.__dict__.copy()
+        """Everything but graphs, so that copies are whole."""
+        return self.__dict__ | {"_graph": None}
 
     def __repr__(self) -> str:
         sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
@@ -221,12 +225,8 @@ class WholeNetwork(Optimizer):
         return f"WholeNetwork of {sum(sizes):,} parameters in {len(sizes)} tensors\n  {terms}\n  {done}"
 
 
-def _put_back(parameters: list[Any], before: list[Tensor]) -> None:
-    for parameter, its in zip(parameters, before, strict=True):
-        parameter.data.copy_(its)
-
-
 def _memory_of(device: torch.device) -> float:
     if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + unused)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if hasattr(os, "sysconf") else math.inf

@@ -94,11 +94,6 @@ class Residual:
     def _check(self, values: Tensor, anchor: Tensor) -> None:
         if values.dtype != anchor.dtype:
             raise ValueError(f"{self} is of {values.dtype}, and parameters are of {anchor.dtype}: convert the samples")
-        if len(bad := (~values.isfinite()).nonzero()[:, 0].unique()):
-            raise ValueError(
-                f"{self} is not finite for {len(bad)} of {len(values)} samples, first for sample {int(bad[0])}: "
-                f"{values[int(bad[0])].tolist()}. Nothing was changed"
-            )
         for node in nodes_of(values):  # what is neither for each sample nor a sample would not be trained
             leaf = getattr(node, "variable", None)
             if leaf is not None and (isinstance(leaf, nn.Parameter) or leaf.shape[:1] != values.shape[:1]):
@@ -107,6 +102,14 @@ class Residual:
                     "trained. It must be an nn.Parameter of the model, and not the argument of grad or vmap; with "
                     "batched=True, the weight or bias of a linear layer. Otherwise call requires_grad_(False) on it"
                 )
+
+    def refuse_nan(self, values: Tensor) -> None:
+        """Raise, and name the first sample that is not finite."""
+        if len(bad := (~values.isfinite()).nonzero()[:, 0].unique()):
+            raise ValueError(
+                f"{self} is not finite for {len(bad)} of {len(values)} samples, first for sample {int(bad[0])}: "
+                f"{values[int(bad[0])].tolist()}. Nothing was changed"
+            )
 
     def __str__(self) -> str:
         return f"residual {self.name!r}" if self.name else "the residual"

@@ -1,0 +1,104 @@
+"""The residuals around the present parameters, to first order, and steps tried there. Nothing here waits for a GPU."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from consequent.whole.jacobian import Jacobian
+from consequent.whole.residuals import Batch, Residual, weigh
+
+BEND = 0.1  # how far along a step the curvature is measured
+
+Terms = list[tuple[Residual, Batch, float]]  # some samples of a term, and the weight of each in the loss
+
+
+class LocalModel:
+    """What a step promises, and what comes of it.
+
+    Args:
+        terms: the samples of the loss.
+        trained: parameters by name.
+    """
+
+    def __init__(self, terms: Terms, trained: dict[str, nn.Parameter]) -> None:
+        self.terms = terms
+        self.parameters: list[Tensor] = list(trained.values())
+        self.sizes = {name: p.numel() for name, p in trained.items()}
+        self.before = [p.clone() for p in self.parameters]
+        self.is_captured = False
+
+    def remember(self) -> None:
+        """Keep the present parameters."""
+        torch._foreach_copy_(self.before, self.parameters)
+
+    def put_back(self) -> None:
+        """Take the last step back."""
+        torch._foreach_copy_(self.parameters, self.before)
+
+    def linearise(self) -> Tensor:
+        """Find J and the smaller system; return the loss, and the mean diagonal element of ``J Jᵀ``."""
+        rows = [one for residual, some, weight in self.terms for one in residual.rows(some, weight)]
+        self.jacobian = Jacobian(rows, self.sizes)
+        self.values, self.system = self.jacobian.values, self.jacobian.smaller_system()
+        self.gradient = self.jacobian.transposed_times(self.values)
+        return torch.stack([self.values.square().sum(), self.system.diagonal().sum() / len(self.values)])
+
+    def attempt(self, damping: Tensor) -> Tensor:
+        """Take a step with this λ; return 0 if it could be solved, the promised decrease, the loss after the step."""
+        damped, jacobian = self.system.clone(), self.jacobian
+        damped.diagonal().add_(damping)
+        factor, info = torch.linalg.cholesky_ex(damped)
+
+        def solve(right: Tensor) -> Tensor:
+            return torch.where(info == 0, torch.cholesky_solve(right[:, None], factor)[:, 0], 0)
+
+        solution = solve(jacobian.into_system(self.values))
+        change = jacobian.out_of_system(solution)
+        promised = self.gradient @ change + damping * change @ change
+        bend = jacobian.into_system(self.residuals_after(BEND * change) - self.values)
+        change += jacobian.out_of_system(solve(bend + BEND * self.system @ solution)) / BEND**2
+        return torch.stack([info, promised, self.residuals_after(change).square().sum()])
+
+    def residuals_after(self, change: Tensor) -> Tensor:
+        """The residuals when this is subtracted from the parameters, which it is."""
+        for p, old, its in zip(self.parameters, self.before, change.split(list(self.sizes.values())), strict=True):
+            torch.sub(old, its.view_as(p), out=p)
+        return torch.cat([weigh(one.values(some), weight).mT.flatten() for one, some, weight in self.terms])
+
+    def capture(self) -> None:
+        """Make CUDA graphs of both, once."""
+        if self.is_captured:
+            return
+        try:
+            self.linearise = captured(self.linearise)  # type: ignore[method-assign]
+            self.linearise()
+            self.attempt = captured(self.attempt, self.system.new_tensor(1.0))  # type: ignore[method-assign]
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a CUDA graph of the residuals cannot be made: {error}. They must not wait for the GPU, as item(), "
+                "tensors of Python's numbers, derivatives of prod() and, with torch.set_default_device, hessian() do. "
+                "Or leave cuda_graph=True out"
+            ) from error
+        self.put_back()
+        self.is_captured = True
+
+
+def captured(function: Callable[..., Tensor], *given: Tensor) -> Callable[..., Tensor]:
+    """The function as a CUDA graph: what it launches is launched at once, for what stands in its tensors by then."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function(*given)  # what is made at a first call must not be captured
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function(*given)
+
+    def replay(*now: Tensor) -> Tensor:
+        for old, new in zip(given, now, strict=True):
+            old.copy_(new)
+        graph.replay()
+        return result
+
+    return replay
