@@ -5,10 +5,10 @@ and the same processor seconds (``--seconds``, 10) for each run. Each rival has 
 setting by the error at the end goes into five finals with seeds 0 to 4; ours has no setting and no trial. The measure
 is the relative error on held-out points when the time is over. "Ahead" is ahead in all pairs of seeds.
 
-On a GPU the same for the five equations, by the wall clock, five seconds for each run, with rivals that were among the
+On a GPU the same for the five equations, by the wall clock, four seconds for each run, with rivals that were among the
 best on the CPU; all are in CUDA graphs but SOAP's own arithmetic, which cannot be:
 
-    python -m benchmarks.residuals run --device cuda --seconds 5 --results results/residuals-gpu.jsonl \
+    python -m benchmarks.residuals run --device cuda --seconds 4 --results results/residuals-gpu.jsonl \
         --problems poisson-2d poisson-5d heat burgers helmholtz --contestants WholeNetwork L-BFGS Adam SOAP
 
 On a CPU:
@@ -18,6 +18,7 @@ On a CPU:
     python -m benchmarks.residuals figure docs/residuals.svg
     python -m benchmarks.residuals one-step docs/whole-network.svg
     python -m benchmarks.residuals times results/residuals-times.json    # of steps, on two threads
+    python -m benchmarks.residuals times results/residuals-times-gpu.json --device cuda
 
 ``torch-levenberg-marquardt`` (1.2.3) is installed without its dependencies: ``pip install --no-deps …``.
 """

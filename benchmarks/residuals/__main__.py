@@ -8,7 +8,7 @@ import sys
 os.environ.setdefault("OMP_NUM_THREADS", "2" if "times" in sys.argv else "1")  # before torch is imported
 
 from benchmarks.residuals import __doc__ as description
-from benchmarks.residuals import runs, summary, times
+from benchmarks.residuals import runs, times
 from benchmarks.residuals.contestants import CONTESTANTS
 from benchmarks.residuals.problems import PROBLEMS
 
@@ -26,6 +26,9 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of runs and of times")
     parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("results/residuals.jsonl"))
     arguments = parser.parse_args()
+    if arguments.stage in ("table", "figure", "one-step"):
+        from benchmarks.residuals import summary  # with matplotlib, which a machine with a GPU may not have
+
     if arguments.stage == "run":
         for name in arguments.problems:
             runs.run(

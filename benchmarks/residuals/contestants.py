@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import consequent
 from benchmarks.residuals.problems import Problem
-from consequent.whole.local_model import captured
+from consequent.whole.local_model import captured, copy_all
 
 Advance = Callable[[float], None]  # trains further; told which part of the time is over
 Settings = dict[str, float]
@@ -43,6 +43,8 @@ class Compiled:
 
     def __init__(self) -> None:
         self.graph: Any = None
+        self.leaves: list[Tensor] = []
+        self.batches: dict[str, tuple[Tensor, ...]] = {}
 
     def closure(self, problem: Problem) -> Callable[[], Tensor]:
         """What sets the gradients of a problem's network, and returns the loss."""
@@ -54,15 +56,20 @@ class Compiled:
             return (*torch.autograd.grad(found, values), found)
 
         leaves = [p.detach().clone().requires_grad_() for p in parameters]
-        if parameters[0].is_cuda:
-            traced, here = make_fx(gradients)(leaves, problem.batches), [p.detach() for p in parameters]
-            compute = captured(lambda: traced(here, problem.batches))
-        else:
-            if self.graph is None:
-                self.graph = torch.compile(make_fx(gradients)(leaves, problem.batches))
+        if self.graph is None and parameters[0].is_cuda:
+            traced, self.leaves, self.batches = make_fx(gradients)(leaves, problem.batches), leaves, problem.batches
+            here = [leaf.detach() for leaf in leaves]
+            self.graph = captured(lambda: traced(here, self.batches))
+        elif self.graph is None:
+            self.graph = torch.compile(make_fx(gradients)(leaves, problem.batches))
+        if parameters[0].is_cuda:  # the graph's own memory becomes that of these parameters and samples
+            for parameter, place in zip(parameters, self.leaves, strict=True):
+                parameter.data = place.detach().copy_(parameter.detach())
+            for name, batch in problem.batches.items():
+                copy_all(batch, self.batches[name])
 
-            def compute() -> tuple[Tensor, ...]:
-                return self.graph([p.detach() for p in parameters], problem.batches)
+        def compute() -> tuple[Tensor, ...]:
+            return self.graph(*() if parameters[0].is_cuda else ([p.detach() for p in parameters], problem.batches))
 
         def closure() -> Tensor:
             with torch.no_grad():

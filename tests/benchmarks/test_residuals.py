@@ -15,7 +15,7 @@ from benchmarks.residuals import contestants, problems, runs, summary
 ROOT = pathlib.Path(__file__).parents[2]
 README = " ".join((ROOT / "README.md").read_text().split())
 PAGE = (ROOT / "docs" / "whole-network.md").read_text()
-LINES = runs.read(ROOT / "results" / "residuals.jsonl")
+LINES, GPU_LINES = (runs.read(ROOT / "results" / f"residuals{one}.jsonl") for one in ("", "-gpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -108,31 +108,45 @@ def test_everybody_runs(name, tmp_path):
 # ---- the page ---------------------------------------------------------------------------------------------------
 
 
-def test_everybody_has_had_the_same():
-    for problem in problems.PROBLEMS:
-        for name, (_, choices) in contestants.CONTESTANTS.items():
-            its = runs.of(LINES, problem, name)
+@pytest.mark.parametrize(
+    ("lines", "tasks", "names", "seconds"),
+    [
+        (LINES, tuple(problems.PROBLEMS), tuple(contestants.CONTESTANTS), 10.0),
+        (GPU_LINES, tuple(problems.PROBLEMS)[:5], ("WholeNetwork", "L-BFGS", "Adam", "SOAP"), 4.0),
+    ],
+)
+def test_everybody_has_had_the_same(lines, tasks, names, seconds):
+    for problem in tasks:
+        for name in names:
+            its = runs.of(lines, problem, name)
             if name == "C-Adam" and "" not in problems.problem_of(problem, 0).terms:
                 assert not its
                 continue
-            trials = 0 if name == "WholeNetwork" else len(choices)
+            trials = 0 if name == "WholeNetwork" else len(contestants.CONTESTANTS[name][1])
             assert sum(line["seed"] == runs.TRIAL for line in its) == trials
             assert sorted(line["seed"] for line in its if line["seed"] != runs.TRIAL) == [0, 1, 2, 3, 4]
-            assert {line["seconds"] for line in its} == {10.0}
+            assert {line["seconds"] for line in its} == {seconds}
 
 
-def test_the_table_of_the_page():
+def test_the_tables_of_the_page():
     assert summary.table(LINES) in PAGE
+    assert summary.table(GPU_LINES) in PAGE
 
 
 def test_what_the_page_says_of_the_table():
     found = {problem: summary.errors(LINES, problem) for problem in problems.PROBLEMS}
     said = re.search(r"ahead in (\w+) of eight", " ".join(PAGE.split()))[1]
     assert sum(summary.verdict(one) == "ahead" for one in found.values()) == ["six", "seven", "eight"].index(said) + 6
-    low, high = re.search(r"best rival's error is (\d+) to (\d+) times as high", " ".join(PAGE.split())).groups()
-    equations = [found[name] for name in ("poisson-2d", "heat", "burgers", "helmholtz")]
-    gains = [summary.median(one[summary.best_rival(one)]) / summary.median(one["WholeNetwork"]) for one in equations]
-    assert (int(low), int(high)) == (math.floor(min(gains)), math.floor(max(gains)))
+    said = re.search(
+        r"best rival's error is (\d+) to (\d+) times as high \(on the GPU ([\d,]+) to ([\d,]+) times\)",
+        " ".join(PAGE.split()),
+    ).groups()
+    for lines, numbers in ((LINES, said[:2]), (GPU_LINES, said[2:])):
+        gains = []
+        for problem in ("poisson-2d", "heat", "burgers", "helmholtz"):
+            one = summary.errors(lines, problem)
+            gains.append(summary.median(one[summary.best_rival(one)]) / summary.median(one["WholeNetwork"]))
+        assert [int(number.replace(",", "")) for number in numbers] == [math.floor(min(gains)), math.floor(max(gains))]
 
 
 def test_what_readme_says():
@@ -147,16 +161,17 @@ def test_what_readme_says():
 
 
 def test_what_a_step_costs():
-    times = json.loads((ROOT / "results" / "residuals-times.json").read_text())
-    said = re.search(
-        r"takes (\S+) s for ([\d,]+) points of a Poisson problem and ([\d,]+) parameters, and (\S+) s for ([\d,]+) "
-        r"samples of a regression and ([\d,]+) parameters",
-        " ".join(PAGE.split()),
-    ).groups()
-    keys = ("seconds", "samples", "parameters")
-    assert [float(one.replace(",", "")) for one in said] == [
-        times[n][k] for n in ("equation", "regression") for k in keys
-    ]
+    cpu, gpu = (json.loads((ROOT / "results" / f"residuals-times{one}.json").read_text()) for one in ("", "-gpu"))
+    rows = {}
+    for column, (found, ending) in enumerate(((cpu, ""), (gpu, ""), (gpu, ", CUDA graph"))):
+        for name, its in found.items():
+            kind = {"equation": "Poisson", "regression": "regression"}.get(name.removesuffix(ending).split()[-1])
+            if isinstance(its, dict) and kind and name.endswith(ending):
+                row = rows.setdefault(f"{kind}, {its['samples']:,} × {its['parameters']:,}", ["–"] * 3)
+                row[column] = f"{its['seconds']:.3g}"
+    assert len(rows) == 4
+    for name, row in rows.items():
+        assert f"| {name} | {' | '.join(row)} |" in PAGE
 
 
 def test_the_page_is_short():

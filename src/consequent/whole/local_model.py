@@ -1,6 +1,6 @@
 """The residuals around the present parameters, to first order, and steps tried there. Nothing here waits for a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,11 @@ class LocalModel:
 
     def remember(self) -> None:
         """Keep the present parameters."""
-        torch._foreach_copy_(self.before, self.parameters)
+        copy_all(self.parameters, self.before)
 
     def put_back(self) -> None:
         """Take the last step back."""
-        torch._foreach_copy_(self.parameters, self.before)
+        copy_all(self.before, self.parameters)
 
     def linearise(self) -> Tensor:
         """Find J and the smaller system; return the loss, and the mean diagonal element of ``J Jᵀ``."""
@@ -96,9 +96,14 @@ def captured(function: Callable[..., Tensor], *given: Tensor) -> Callable[..., T
         result = function(*given)
 
     def replay(*now: Tensor) -> Tensor:
-        for old, new in zip(given, now, strict=True):
-            old.copy_(new)
+        copy_all(now, given)
         graph.replay()
         return result
 
     return replay
+
+
+def copy_all(tensors: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    """Copy tensors into others, one by one."""
+    for tensor, place in zip(tensors, into, strict=True):
+        place.copy_(tensor)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from consequent.maths.checks import check_nonnegative, check_positive
 from consequent.maths.torch_private import compiled_model_in
 from consequent.whole.first_look import FEW, Sample, look, pieces
-from consequent.whole.local_model import LocalModel, Terms
+from consequent.whole.local_model import LocalModel, Terms, copy_all
 from consequent.whole.residuals import Batch, Residual
 
 KEPT = 1e-3  # of the decrease that was promised, so much must come
@@ -164,7 +164,7 @@ class WholeNetwork(Optimizer):
             left = iter(own)
             terms = self._terms({name: [next(left) for _ in its] for name, its in given.items()}, trained)
             self._graph = key, own, LocalModel(terms, trained)
-        torch._foreach_copy_(self._graph[1], flat)
+        copy_all(flat, self._graph[1])
         self._graph[2].remember()
         return self._graph[2]
 
