@@ -60,14 +60,18 @@ def verdict(found: dict[str, list[float]]) -> str:
 
 
 def table(lines: list[Line]) -> str:
-    rows = ["| problem | `WholeNetwork` | best rival | |", "|---|---:|---:|---|"]
+    """Medians, lowest and highest; bold is who is ahead."""
+    rows = ["| problem | `WholeNetwork` | best rival |", "|---|---:|---:|"]
     for problem, title in TITLES.items():
         if not (found := errors(lines, problem)):
             continue
-        rival = best_rival(found)
-        ours, its = ([f"{value:.1e}" for value in (median(e), min(e), max(e))] for e in (found[NAME], found[rival]))
-        cells = [f"{m} ({low}–{high})" for m, low, high in (ours, its)]
-        rows.append(f"| {title} | {cells[0]} | {SHORT.get(rival, rival)} {cells[1]} | {verdict(found)} |")
+        rival, said = best_rival(found), verdict(found)
+        cells = []
+        for name, winning in ((NAME, "ahead"), (rival, "behind")):
+            its, who = found[name], "" if name == NAME else f"{SHORT.get(name, name)} "
+            best = f"{who}{median(its):.1e}"
+            cells.append(f"{f'**{best}**' if said == winning else best} ({min(its):.1e}–{max(its):.1e})")
+        rows.append(f"| {title} | {cells[0]} | {cells[1]} |")
     return "\n".join(rows)
 
 
