@@ -13,7 +13,7 @@ layers = [nn.Linear(2, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(3
 model = nn.Sequential(*layers)
 
 
-def equation(model, point):  # what one point (t, x) leaves over of the equation
+def equation(model, point):  # the residual of the equation at one point (t, x)
     def u(point):
         return model(point).squeeze()
 
@@ -21,7 +21,7 @@ def equation(model, point):  # what one point (t, x) leaves over of the equation
     return slope[0] + u(point) * slope[1] - 0.01 / torch.pi * curvature[1, 1]
 
 
-def edge(model, point, value):  # and of what is known: at the start, and at both ends
+def edge(model, point, value):  # and of known values: at the start, and at both ends
     return model(point) - value
 
 
@@ -30,7 +30,7 @@ ends = torch.stack([torch.rand(100), torch.randint(2, (100,)) * 2.0 - 1], 1)
 known = torch.cat([start, ends]), torch.cat([-torch.sin(torch.pi * start[:, 1:]), torch.zeros(100, 1)])
 solver = consequent.WholeNetwork(model, {"equation": equation, "edge": edge}, weights={"edge": 10.0}, progress=10)
 for step in range(100):
-    if step % 10 == 0:  # new points, more of them where more is left over: here a shock forms
+    if step % 10 == 0:  # new points, more of them where the residual is large: here a shock forms
         many = torch.rand(20_000, 2) * torch.tensor([1.0, 2.0]) - torch.tensor([0.0, 1.0])
         left = vmap(equation, (None, 0))(model, many).detach().abs()
         points = many[torch.multinomial(left + left.mean(), 1500)]

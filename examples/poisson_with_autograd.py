@@ -11,7 +11,7 @@ model = nn.Sequential(nn.Linear(2, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(),
 
 
 def equation(model: nn.Module, x: Tensor) -> Tensor:
-    """What each point of a batch leaves over."""
+    """The residual at each point of a batch."""
     x = x.clone().requires_grad_()
     u = model(x)
     (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)

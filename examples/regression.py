@@ -19,7 +19,7 @@ def tip(angles: Tensor) -> Tensor:
 
 
 def residual(model: nn.Module, angles: Tensor, target: Tensor) -> Tensor:
-    """What one sample leaves over."""
+    """The residual of one sample."""
     return model(angles) - target
 
 

@@ -11,6 +11,10 @@ best on the CPU; all are in CUDA graphs but SOAP's own arithmetic, which cannot 
     python -m benchmarks.residuals run --device cuda --seconds 4 --results results/residuals-gpu.jsonl \
         --problems poisson-2d poisson-5d heat burgers helmholtz --contestants WholeNetwork L-BFGS Adam SOAP
 
+How many of many samples a step should take (20 seconds; Adam has eight trials; all of ours are shown):
+
+    python -m benchmarks.residuals batches results/residuals-batches.jsonl
+
 On a CPU:
 
     python -m benchmarks.residuals run --problems poisson-2d heat    # adds lines to results/residuals.jsonl

@@ -8,7 +8,7 @@ import sys
 os.environ.setdefault("OMP_NUM_THREADS", "2" if "times" in sys.argv else "1")  # before torch is imported
 
 from benchmarks.residuals import __doc__ as description
-from benchmarks.residuals import runs, times
+from benchmarks.residuals import batches, runs, times
 from benchmarks.residuals.contestants import CONTESTANTS
 from benchmarks.residuals.problems import PROBLEMS
 
@@ -17,7 +17,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.residuals", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stage", choices=("run", "table", "figure", "one-step", "times"))
+    parser.add_argument("stage", choices=("run", "table", "figure", "one-step", "times", "batches"))
     parser.add_argument("path", nargs="?", type=pathlib.Path, help="of the figure")
     parser.add_argument("--problems", nargs="+", choices=tuple(PROBLEMS), default=list(PROBLEMS))
     parser.add_argument("--contestants", nargs="+", choices=tuple(CONTESTANTS), default=list(CONTESTANTS))
@@ -36,6 +36,9 @@ def main() -> None:
             )
     elif arguments.stage == "table":
         print(summary.table(runs.read(arguments.results)))
+    elif arguments.stage == "batches":
+        batches.run(arguments.path)
+        print(batches.table(arguments.path))
     elif arguments.stage == "times":
         times.times(arguments.path, arguments.device)
     elif arguments.stage == "one-step":

@@ -89,22 +89,48 @@ def whole_network(problem: Problem, settings: Settings, compiled: Compiled) -> A
         weights=problem.weights,
         cuda_graph=problem.points.is_cuda,
     )
-    if "" in problem.terms:
-        return lambda part: solver.step(*problem.batches[""])
-    return lambda part: solver.step(**problem.batches)
+    draw = drawing(problem, settings)
+
+    def advance(part: float) -> None:
+        draw()
+        solver.step(*problem.batches[""]) if "" in problem.terms else solver.step(**problem.batches)
+
+    return advance
+
+
+def drawing(problem: Problem, settings: Settings) -> Callable[[], None]:
+    """What puts the next samples into a problem's batches: so many as the settings have, or all, as they are there."""
+    everything, left = problem.batches, []  # of the samples, in a new order for each epoch
+
+    def draw() -> None:
+        for name, batch in everything.items() if "batch" in settings else ():
+            if not left:
+                order = torch.randperm(len(batch[0])).split(int(settings["batch"]))
+                left.extend(one for one in order if len(one) == settings["batch"])
+            chosen = left.pop()
+            problem.batches = {name: tuple(one[chosen] for one in batch)}
+
+    return draw
 
 
 def first_order(make: Callable[[nn.Module, Settings], list[torch.optim.Optimizer]]) -> Any:
     def begin(problem: Problem, settings: Settings, compiled: Compiled) -> Advance:
-        return steps_of(make(problem.model, settings), compiled.closure(problem))
+        (draw := drawing(problem, settings))()
+        return steps_of(make(problem.model, settings), compiled.closure(problem), draw=draw)
 
     return begin
 
 
-def steps_of(optimizers: list[torch.optim.Optimizer], closure: Callable[[], Tensor], until: float = 1.0) -> Advance:
+def steps_of(
+    optimizers: list[torch.optim.Optimizer],
+    closure: Callable[[], Tensor],
+    until: float = 1.0,
+    draw: Callable[[], None] = lambda: None,
+) -> Advance:
     rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
 
     def advance(part: float) -> None:
+        draw()
         closure()
         for optimizer, its in zip(optimizers, rates, strict=True):
             for group, rate in zip(optimizer.param_groups, its, strict=True):
@@ -195,7 +221,7 @@ class OneResidual(nn.Module):
         return torch.cat(found)
 
     def forward(self, samples: Tensor) -> Tensor:
-        """What each of them leaves over, times the root of its weight."""
+        """The residual of each, times the root of its weight."""
 
         def one(sample: Tensor) -> Tensor:
             interior, edge = list(self.problem.terms.values())[:2]

@@ -166,15 +166,15 @@ def fit(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return model(x) - y
 
 
-def robot_arm() -> Problem:
+def robot_arm(samples: int = 600, width: int = 40) -> Problem:
     """Where the tip of an arm of four joints is, without noise."""
 
     def tip(angles: Tensor) -> Tensor:
         directions, lengths = (PI / 2 * angles).cumsum(1), torch.tensor([1.0, 0.8, 0.6, 0.4])
         return torch.stack([(lengths * directions.cos()).sum(1), (lengths * directions.sin()).sum(1)], 1)
 
-    x, points = 2 * torch.rand(600, 4) - 1, 2 * torch.rand(5000, 4) - 1
-    return Problem("robot-arm", perceptron(4, 40, 40, 2), {"": fit}, {"": (x, tip(x))}, points, tip(points))
+    x, points = 2 * torch.rand(samples, 4) - 1, 2 * torch.rand(5000, 4) - 1
+    return Problem("robot-arm", perceptron(4, width, width, 2), {"": fit}, {"": (x, tip(x))}, points, tip(points))
 
 
 def friedman() -> Problem:
@@ -224,10 +224,11 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "friedman": friedman,
     "picture": picture,
 }
+MANY_SAMPLES = "robot-arm, 4,000 samples"  # 4,610 parameters
 
 
 def problem_of(name: str, seed: int, device: str = "cpu") -> Problem:
     """The problem, with the first weights and the samples of a seed, in float64."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(seed)
-    return PROBLEMS[name]().to(device)
+    return (robot_arm(4000, 64) if name == MANY_SAMPLES else PROBLEMS[name]()).to(device)

@@ -89,6 +89,17 @@ def test_graphs_of_terms_follow_shapes_and_modes():
     assert len(calls) > count
 
 
+def test_graphs_follow_names_and_weights():
+    model, _, x = made("Laplacian", 20)
+    terms, y = {"a": laplacian, "b": lambda model, x: model(x) - 1}, torch.randn(20, 2).double().cuda()
+    model, x = model.cuda(), x.cuda()
+    other = copy.deepcopy(model)
+    solver, plain = WholeNetwork(model, terms, cuda_graph=True), WholeNetwork(other, terms)
+    for its in ({"a": x, "b": y}, {"b": y, "a": x}, {"a": x, "b": y}):
+        assert solver.step(**its) == pytest.approx(plain.step(**its), rel=1e-6)
+        solver.weights["b"] = plain.weights["b"] = 3.0
+
+
 @pytest.mark.parametrize("graph", [False, True])
 def test_resuming_to_the_bit(graph):
     model, _, x = made("Laplacian", 20)

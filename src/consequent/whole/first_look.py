@@ -11,9 +11,17 @@ from consequent.whole.residuals import Batch, Residual, nodes_of
 FEW = 8
 NOISE = 1000  # in units of the last place: a difference of so much is rounding
 
+HINTS = {  # by whether residuals are batched
+    False: "A sample has no batch dimension: concatenate along dim=-1. grad() and hessian() want a number, as "
+    "model(x).squeeze(). Parameters are each sample's own: no `if` and no float() of them. For residuals of a whole "
+    "batch, and for torch.autograd.grad, pass batched=True.",
+    True: "For torch.autograd.grad, let x = x.clone().requires_grad_(), and pass create_graph=True. For derivatives by "
+    "torch.func, write the residual of one sample, and leave batched=True out.",
+}
+
 
 class Sample(NamedTuple):
-    """The numbers that one sample leaves over; bytes of what is kept, of computing it, of columns that are formed."""
+    """The numbers in a sample's residual; bytes of what is kept, of computing it, of columns that are formed."""
 
     components: int
     kept: float
@@ -27,18 +35,16 @@ def look(residual: Residual, batch: Batch, trained: dict[str, nn.Parameter]) -> 
     ones = pieces(few, 1)
     try:
         values = residual.values(few, graph=True)
-        residual.refuse_nan(values)
         alone = torch.cat([residual.values(ones[place]) for place in (0, -1)])
         rows = residual.rows(few, values.shape[1])
     except (RuntimeError, ValueError, IndexError) as error:
         if str(error).startswith(str(residual)):
             raise
-        shapes = [list(its.shape[1 - residual.batched :]) for its in few]
+        tried = ", ".join(f"{list(its.shape[1 - residual.batched :])} {its.dtype}" for its in few)
         raise ValueError(
-            f"{residual} cannot be computed for samples of shapes {shapes}: {error}. A sample has no dimension for "
-            "samples (dim=-1 is its last), and its parameters are its own: no `if` and no float() of them. For what is "
-            "written for a batch, or with torch.autograd.grad, pass batched=True. For dropout and BatchNorm, call "
-            "model.eval()"
+            f"{residual} cannot be computed for the first {len(few[0])} samples ({tried}): {error}\n"
+            f"{HINTS[residual.batched]} Samples must have the parameters' type. For dropout and BatchNorm, call "
+            "model.eval()."
         ) from error
     jacobian = Jacobian(rows, {name: p.numel() for name, p in trained.items()})
     vector = torch.arange(1.0, len(jacobian.values) + 1).to(jacobian.values)
@@ -54,12 +60,12 @@ def look(residual: Residual, batch: Batch, trained: dict[str, nn.Parameter]) -> 
     is_wrong = float((jacobian.transposed_times(vector) - wanted).norm()) > error_by_rounding
     scale = norm * float(torch.cat([p.detach().flatten() for p in trained.values()]).norm())
     atol = max(0.0, eps**0.4 * scale + NOISE * eps)  # 0: derivatives are not finite, which the step says
-    if is_wrong or alone.shape[1] != values.shape[1] or not alone.allclose(values[[0, -1]], rtol=0.01, atol=atol):
+    same = alone.shape[1] == values.shape[1] and alone.allclose(values[[0, -1]], 0.01, atol, equal_nan=True)
+    if is_wrong or not same:
         raise ValueError(
             f"{residual} of a sample is {alone.tolist()} alone and {values[[0, -1]].tolist()} among others (the first "
             "and the last), or its gradient is. Does it mix samples, change their order, draw at random, or add [n, 1] "
-            "to [n]? For dropout and BatchNorm, call model.eval(). is_grads_batched=True and layers in torch.compile "
-            "are not supported"
+            "to [n]? For dropout and BatchNorm, call model.eval(). is_grads_batched=True is not supported"
         )
     parts = [(name, part) for one in rows for name, part in one.parts.items()]
     kept, each = sum(tensor.numel() for _, part in parts for tensor in part), vector.element_size() / len(few[0])

@@ -31,9 +31,8 @@ class Jacobian:
         self.numbers = [len(tile.values) for tile in self.tiles]
 
     def smaller_system(self) -> Tensor:
-        """``J Jᵀ`` or ``JᵀJ``, in float64: float32 has too few digits to solve it."""
-        total = self.gram() if self.is_wide else self.normal()
-        return (total.tril() + total.tril(-1).mT).double()
+        """``J Jᵀ`` or ``JᵀJ`` on and below the diagonal, in float64: float32 has too few digits to solve it."""
+        return (self.gram() if self.is_wide else self.normal()).double()
 
     def into_system(self, residuals: Tensor) -> Tensor:
         """What the system is solved for: the residuals, or ``Jᵀ r``."""

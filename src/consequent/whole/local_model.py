@@ -14,7 +14,7 @@ Terms = list[tuple[Residual, Batch, float]]  # some samples of a term, and the w
 
 
 class LocalModel:
-    """What a step promises, and what comes of it.
+    """The decrease that a step predicts, and the one that comes.
 
     Args:
         terms: the samples of the loss.
@@ -26,7 +26,6 @@ class LocalModel:
         self.parameters: list[Tensor] = list(trained.values())
         self.sizes = {name: p.numel() for name, p in trained.items()}
         self.before = [p.clone() for p in self.parameters]
-        self.is_captured = False
 
     def remember(self) -> None:
         """Keep the present parameters."""
@@ -45,7 +44,7 @@ class LocalModel:
         return torch.stack([self.values.square().sum(), self.system.diagonal().sum() / len(self.values)])
 
     def attempt(self, damping: Tensor) -> Tensor:
-        """Take a step with this λ; return 0 if it could be solved, the promised decrease, the loss after the step."""
+        """Take a step with this λ; return 0 if it could be solved, the predicted decrease, the loss after the step."""
         damped, jacobian = self.system.clone(), self.jacobian
         damped.diagonal().add_(damping)
         factor, info = torch.linalg.cholesky_ex(damped)
@@ -53,12 +52,14 @@ class LocalModel:
         def solve(right: Tensor) -> Tensor:
             return torch.where(info == 0, torch.cholesky_solve(right[:, None], factor)[:, 0], 0)
 
-        solution = solve(jacobian.into_system(self.values))
+        right = jacobian.into_system(self.values)
+        solution = solve(right)
         change = jacobian.out_of_system(solution)
-        promised = self.gradient @ change + damping * change @ change
-        bend = jacobian.into_system(self.residuals_after(BEND * change) - self.values)
-        change += jacobian.out_of_system(solve(bend + BEND * self.system @ solution)) / BEND**2
-        return torch.stack([info, promised, self.residuals_after(change).square().sum()])
+        predicted = self.gradient @ change + damping * change @ change
+        straight = right - damping * solution  # the system times the solution
+        bend = jacobian.into_system(self.residuals_after(BEND * change) - self.values) + BEND * straight
+        change += jacobian.out_of_system(solve(bend)) / BEND**2
+        return torch.stack([info, predicted, self.residuals_after(change).square().sum()])
 
     def residuals_after(self, change: Tensor) -> Tensor:
         """The residuals when this is subtracted from the parameters, which it is."""
@@ -67,21 +68,20 @@ class LocalModel:
         return torch.cat([weigh(one.values(some), weight).mT.flatten() for one, some, weight in self.terms])
 
     def capture(self) -> None:
-        """Make CUDA graphs of both, once."""
-        if self.is_captured:
-            return
+        """Make CUDA graphs of both."""
         try:
-            self.linearise = captured(self.linearise)  # type: ignore[method-assign]
-            self.linearise()
-            self.attempt = captured(self.attempt, self.system.new_tensor(1.0))  # type: ignore[method-assign]
+            with torch.cuda.device(self.before[0].device):
+                self.linearise = captured(self.linearise)  # type: ignore[method-assign]
+                self.linearise()
+                self.attempt = captured(self.attempt, self.system.new_tensor(1.0))  # type: ignore[method-assign]
         except RuntimeError as error:
             raise RuntimeError(
                 f"a CUDA graph of the residuals cannot be made: {error}. They must not wait for the GPU, as item(), "
                 "tensors of Python's numbers, derivatives of prod() and, with torch.set_default_device, hessian() do. "
                 "Or leave cuda_graph=True out"
             ) from error
-        self.put_back()
-        self.is_captured = True
+        finally:
+            self.put_back()
 
 
 def captured(function: Callable[..., Tensor], *given: Tensor) -> Callable[..., Tensor]:

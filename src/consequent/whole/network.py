@@ -10,29 +10,28 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from consequent.maths.checks import check_nonnegative, check_positive
-from consequent.maths.torch_private import compiled_model_in
 from consequent.whole.first_look import FEW, Sample, look, pieces
 from consequent.whole.local_model import LocalModel, Terms, copy_all
 from consequent.whole.residuals import Batch, Residual
 
-KEPT = 1e-3  # of the decrease that was promised, so much must come
-WELL_KEPT = 0.25  # from here on λ is lowered
+ENOUGH = 1e-3  # of the predicted decrease, so much must come
+GOOD = 0.25  # from here on λ is lowered
 FIRST = 1e-2  # λ of the first step, in units of the mean diagonal element of J Jᵀ
 TRIES = 12  # of one step, each with a higher λ: up to 2⁶⁶ times the first
 
 
 class Step(NamedTuple):
-    """What a step did to the loss of its own samples, the decrease it promised, its λ, and how often it was tried."""
+    """What a step did to the loss of its own samples, the decrease it predicted, its λ, and how often it was tried."""
 
     loss: float
     new_loss: float
-    promised: float
+    predicted: float
     damping: float
     tries: int
 
     def __str__(self) -> str:
-        came = f"{self.loss - self.new_loss:.2e} of {self.promised:.2e} promised"
-        came = came if self.promised else "nothing to gain"
+        came = f"{self.loss - self.new_loss:.2e} of {self.predicted:.2e} predicted"
+        came = came if self.predicted else "nothing to gain"
         return f"loss {self.loss:.3e} → {self.new_loss:.3e} ({came}), damping {self.damping:.1e}, tries {self.tries}"
 
 
@@ -42,13 +41,13 @@ class WholeNetwork(Optimizer):
     With the residuals r of the samples and their Jacobian J by all parameters, a step is
     ``Δθ = −Jᵀ (J Jᵀ + λI)⁻¹ (r + r''/2)``, or the same by ``JᵀJ`` where there are fewer parameters than residuals. r''
     is the second derivative of the residuals along the step: how its consequences bend (geodesic acceleration). The
-    decrease of the loss is compared with what the step promised. λ follows from that; a step that breaks its promise is
-    taken back, and tried again with a higher λ. The loss is the mean square of the residuals, of several terms the
+    decrease of the loss is compared with the predicted one. λ follows from that; a step that fails is taken back, and
+    tried again with a higher λ. The loss is the mean square of the residuals, of several terms the
     weighted sum.
 
     Args:
         model: the network. All its parameters that require gradients are trained.
-        residual: ``residual(model, *sample)``, what one sample leaves over: a number or a vector, with derivatives by
+        residual: ``residual(model, *sample)``, the residual of one sample: a number or a vector, with derivatives by
             ``torch.func``. Several terms by name: ``{"interior": …, "boundary": …}``.
         weights: of terms, by name; 1 for the others.
         damping: λ of the first step. None: a hundredth of the mean diagonal element of ``J Jᵀ``.
@@ -96,7 +95,6 @@ class WholeNetwork(Optimizer):
         check_positive("damping", 1 if damping is None else damping, "None lets the first step choose")
         check_positive("memory", 1 if memory is None else memory, "it is in bytes, as 4e9")
         check_nonnegative("progress", progress, "1 prints a line at each step")
-        model = compiled_model_in(model) or model  # torch.func does not go through compiled code
         self.model, self.memory, self.progress, self.cuda_graph = model, memory, progress, cuda_graph
         self.residuals = {name: Residual(name, one, model, batched) for name, one in terms.items()}
         self.last: Step | None = None
@@ -112,12 +110,14 @@ class WholeNetwork(Optimizer):
             *batch: what the residual takes, with a row for each sample: ``step(x, y)``.
             **batches: of several terms, by name: ``step(interior=x, boundary=(x, y))``.
         """
-        local = self._local_model(self._checked(batch, batches))
-        try:
-            self.last = self._follow(local)
-        except BaseException:
-            local.put_back()
-            raise
+        given = self._checked(batch, batches)
+        with torch.compiler.set_stance("force_eager"):  # torch.func does not go through compiled code
+            local = self._local_model(given)
+            try:
+                self.last = self._follow(local)
+            except BaseException:
+                local.put_back()
+                raise
         group = self.param_groups[0]
         group["steps"] += 1
         if self.progress and group["steps"] % self.progress == 0:
@@ -125,27 +125,26 @@ class WholeNetwork(Optimizer):
         return self.last.loss
 
     def _follow(self, local: LocalModel) -> Step:
-        """Try steps until one keeps its promise."""
-        if self.cuda_graph:
-            local.capture()
+        """Try steps until one decreases the loss by enough of what it predicted."""
         loss, mean = local.linearise().tolist()
         if not math.isfinite(loss + mean):
-            for residual, some, _ in local.terms:
-                residual.refuse_nan(residual.values(some))
+            for residual in self.residuals.values():
+                pieces_of_it = [some for one, some, _ in local.terms if one is residual]
+                residual.refuse_nan(torch.cat([residual.values(some) for some in pieces_of_it]))
             raise ValueError("squares of the residuals, or of their derivatives by the parameters, are not finite")
         group, eps, growth = self.param_groups[0], torch.finfo(local.values.dtype).eps, 2.0
         damping = FIRST * mean if group["damping"] is None else group["damping"]
         for tries in range(1, TRIES + 1):
             damping = max(damping, eps * mean)
-            failed, promised, new_loss = local.attempt(local.system.new_tensor(damping)).tolist()
+            failed, predicted, new_loss = local.attempt(local.system.new_tensor(damping)).tolist()
             if not failed:  # otherwise there are too few digits for so small a λ
-                if promised <= 4 * eps * loss:  # less than rounding
+                if predicted <= 4 * eps * loss:  # less than rounding
                     group["damping"] = damping / 10 if tries == 1 else group["damping"]  # unless λ was too high
                     break
-                came = (loss - new_loss) / promised
-                if came > KEPT:
-                    group["damping"] = damping / 3 if came > WELL_KEPT else damping * 1.5
-                    return Step(loss, new_loss, promised, damping, tries)
+                came = (loss - new_loss) / predicted
+                if came > ENOUGH:
+                    group["damping"] = damping / 3 if came > GOOD else damping * 1.5
+                    return Step(loss, new_loss, predicted, damping, tries)
             damping, growth = damping * growth, growth * 2
         local.put_back()
         return Step(loss, loss, 0.0, damping, tries)
@@ -157,13 +156,16 @@ class WholeNetwork(Optimizer):
             return LocalModel(self._terms(given, trained), trained)
         flat = [one for its in given.values() for one in its]
         modes = [module.training for module in self.model.modules()]
-        key = modes, [p.data_ptr() for p in trained.values()], [(one.shape, one.dtype, one.device) for one in flat]
+        shapes = [(one.shape, one.dtype, one.device, one.requires_grad) for one in flat]
+        key = modes, list(self.weights.values()), [p.data_ptr() for p in trained.values()], shapes
         if self._graph is None or self._graph[0] != key:
             self._graph = None  # its memory is free before the next one is made
             own = [one.detach().clone().requires_grad_(one.requires_grad) for one in flat]
             left = iter(own)
             terms = self._terms({name: [next(left) for _ in its] for name, its in given.items()}, trained)
-            self._graph = key, own, LocalModel(terms, trained)
+            local = LocalModel(terms, trained)
+            local.capture()
+            self._graph = key, own, local
         copy_all(flat, self._graph[1])
         self._graph[2].remember()
         return self._graph[2]
@@ -172,14 +174,14 @@ class WholeNetwork(Optimizer):
         """The samples of all terms, as many at a time as there is memory for."""
         known, state = {}, (tuple(trained), *(module.training for module in self.model.modules()))
         for name, its in given.items():
-            key = (name, state, min(len(its[0]), FEW), *(one.shape[1:] for one in its))
+            key = (name, state, min(len(its[0]), FEW), *((one.shape[1:], one.dtype) for one in its))
             known[name] = self._known[key] = self._known.get(key) or look(self.residuals[name], its, trained)
         number = sum(len(its[0]) * known[name].components for name, its in given.items())
         size, some = sum(p.numel() for p in trained.values()), next(iter(trained.values()))
         side = min(size, number)
         taken = 32.0 * side**2 + 64 * side  # the system: itself, damped, its factor, and the last one's
         taken += sum(len(its[0]) * known[name].kept for name, its in given.items())
-        taken += number * max(one.formed for one in known.values()) if size >= number else 0
+        taken += 2 * number * max(one.formed for one in known.values()) if size >= number else 0
         least = taken + max(one.computed for one in known.values())
         allowed = _memory_of(some.device) if self.memory is None else self.memory
         if least > allowed:
@@ -189,24 +191,27 @@ class WholeNetwork(Optimizer):
             )
         terms: Terms = []
         for name, its in given.items():
-            at_once = max(1, int((allowed - taken) / known[name].computed))
+            at_once = max(1, int(min((allowed - taken) / known[name].computed, len(its[0]))))
             terms += [(self.residuals[name], piece, self.weights[name] / len(its[0])) for piece in pieces(its, at_once)]
         return terms
 
     def _checked(self, batch: Any, batches: dict[str, Any]) -> dict[str, Any]:
         """The samples of each term."""
-        if batch and callable(batch[0]):
-            raise TypeError("step() takes samples, not a closure: step(x, y)")
         given = {"": batch} if batch and not batches else batches
         if given.keys() != self.residuals.keys():
             wanted = ", ".join(f"{name}=…" for name in self.residuals if name) or "x, …"
             raise TypeError(f"step({wanted}) is wanted; got {len(batch)} samples without a name, and {list(batches)}")
-        found = {name: (its,) if isinstance(its, Tensor) else tuple(its) for name, its in given.items()}
+        found = {
+            name: tuple(its) if isinstance(its := given[name], tuple | list) else (its,) for name in self.residuals
+        }
         for name, its in found.items():
             shapes = [list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in its]
             lengths = {shape[0] if isinstance(shape, list) and shape else 0 for shape in shapes}
             if len(lengths) != 1 or 0 in lengths:
-                raise ValueError(f"{self.residuals[name]} takes tensors with a row for each sample, got {shapes}")
+                raise ValueError(
+                    f"{self.residuals[name]} takes tensors with a row for each sample, got {shapes}: step(x, y), or "
+                    "with several terms step(name=(x, y))"
+                )
         kinds = sorted({f"{p.dtype} on {p.device}" for p in self.model.parameters() if p.requires_grad})
         if len(kinds) != 1 or not kinds[0].startswith(("torch.float32", "torch.float64")):
             raise ValueError(f"trained parameters must be of one type, float32 or float64, on one device; got {kinds}")

@@ -42,7 +42,7 @@ class Residual:
         self.name, self.function, self.model, self.batched = name, function, model, batched
 
     def __call__(self, *sample: Tensor) -> Tensor:
-        """What one sample leaves over, as a vector; or each sample of a batch."""
+        """The residual of one sample, as a vector; or of each sample of a batch."""
         value = self.function(self.model, *sample)
         if not isinstance(value, Tensor) or not value.is_floating_point():
             what = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -50,7 +50,7 @@ class Residual:
         if self.batched and (value.ndim == 0 or len(value) != len(sample[0])):
             raise ValueError(
                 f"{self} returned the shape {list(value.shape)} for {len(sample[0])} samples; with batched=True the "
-                "first dimension is theirs. Without it, write what one sample leaves over"
+                "first dimension is theirs. Without it, write the residual of one sample"
             )
         return value.reshape(len(value), -1) if self.batched else value.flatten()
 
@@ -97,10 +97,15 @@ class Residual:
         for node in nodes_of(values):  # what is neither for each sample nor a sample would not be trained
             leaf = getattr(node, "variable", None)
             if leaf is not None and (isinstance(leaf, nn.Parameter) or leaf.shape[:1] != values.shape[:1]):
+                trained = (
+                    "With batched=True only linear layers are trained; a coefficient can be nn.Linear(1, 1, bias=False)"
+                    " of ones"
+                    if self.batched
+                    else "It must be an nn.Parameter of the model, and not the argument of grad or vmap"
+                )
                 raise ValueError(
                     f"{self} uses a tensor of shape {list(leaf.shape)} that requires gradients, and it would not be "
-                    "trained. It must be an nn.Parameter of the model, and not the argument of grad or vmap; with "
-                    "batched=True, the weight or bias of a linear layer. Otherwise call requires_grad_(False) on it"
+                    f"trained. {trained}. Otherwise call requires_grad_(False) on it"
                 )
 
     def refuse_nan(self, values: Tensor) -> None:
