@@ -12,6 +12,7 @@ from residual_cases import CASES, batched_burgers, burgers, fit, laplacian, made
 from scipy.optimize import least_squares
 from sklearn.linear_model import Ridge
 from torch import nn
+from torch.func import hessian
 
 import consequent
 from consequent import WholeNetwork
@@ -472,3 +473,17 @@ def test_a_machine_that_does_not_tell_its_memory(monkeypatch):
     monkeypatch.setattr(network, "_memory_of", lambda device: math.inf)
     model, residual, x = made("Laplacian")
     assert WholeNetwork(model, residual).step(x) > 0
+
+
+@pytest.mark.parametrize("seed", [9, 15])
+def test_a_first_step_does_not_saturate_a_deep_network(seed):
+    """With steps that keep a thousandth of their prediction these two stay where they began for ever."""
+    torch.manual_seed(seed)
+    x, model = torch.rand(150, 2).double(), perceptron(2, 50, 50, 50, 50, 1).double()
+
+    def poisson(model, x):
+        return hessian(lambda x: model(x).squeeze())(x).trace() + 2 * torch.pi**2 * (torch.pi * x).sin().prod()
+
+    solver = WholeNetwork(model, poisson)
+    losses = [solver.step(x) for _ in range(9)]
+    assert losses[-1] < 0.1 * losses[0]

@@ -14,7 +14,7 @@ from consequent.whole.first_look import FEW, Sample, look, pieces
 from consequent.whole.local_model import LocalModel, Terms, copy_all
 from consequent.whole.residuals import Batch, Residual
 
-ENOUGH = 1e-3  # of the predicted decrease, so much must come
+ENOUGH = 0.1  # of the predicted decrease, so much must come; with less, a step may saturate a deep network
 GOOD = 0.25  # from here on λ is lowered
 FIRST = 1e-2  # λ of the first step, in units of the mean diagonal element of J Jᵀ
 TRIES = 12  # of one step, each with a higher λ: up to 2⁶⁶ times the first
