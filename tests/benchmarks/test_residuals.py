@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.residuals import contestants, problems, runs, summary
+from benchmarks.residuals import batches, contestants, problems, runs, summary
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = " ".join((ROOT / "README.md").read_text().split())
@@ -147,6 +147,28 @@ def test_what_the_page_says_of_the_table():
             one = summary.errors(lines, problem)
             gains.append(summary.median(one[summary.best_rival(one)]) / summary.median(one["WholeNetwork"]))
         assert [int(number.replace(",", "")) for number in numbers] == [math.floor(min(gains)), math.floor(max(gains))]
+
+
+def test_many_samples_in_batches():
+    path = ROOT / "results" / "residuals-batches.jsonl"
+    lines = runs.read(path)
+    assert batches.table(path) in PAGE
+    assert [line["settings"] for line in lines if line["seed"] == runs.TRIAL] == batches.TRIALS
+    finals = [line for line in lines if line["seed"] != runs.TRIAL]
+    sizes = [("WholeNetwork", size) for size in batches.SIZES] + [("Adam", finals[0]["settings"]["batch"])]
+    for one in sizes:
+        its = [line for line in finals if (line["contestant"], line["settings"]["batch"]) == one]
+        assert sorted(line["seed"] for line in its) == [0, 1, 2, 3, 4]
+        assert {line["seconds"] for line in its} == {20.0}
+
+
+def test_a_batch_is_drawn_from_all_samples():
+    problem = problems.problem_of("robot-arm", 0)
+    (everything, _), draw, seen = problem.batches[""], contestants.drawing(problem, {"batch": 100}), []
+    for _ in range(6):
+        draw()
+        seen.append(problem.batches[""][0])
+    assert torch.equal(torch.cat(seen).sort(0)[0], everything.sort(0)[0])
 
 
 def test_what_readme_says():
