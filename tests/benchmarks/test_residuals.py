@@ -183,6 +183,9 @@ def test_what_readme_says():
         assert len(found) == 1 + rivals
         numbers += [f"{summary.median(found[name]):.1e}" for name in ("WholeNetwork", summary.best_rival(found))]
     assert list(said.groups()) == numbers
+    verdicts = [summary.verdict(summary.errors(LINES, problem)) for problem in problems.PROBLEMS]
+    assert "Of [eight problems](docs/whole-network.md) it was ahead in six, and lost one." in README
+    assert (verdicts.count("ahead"), verdicts.count("behind")) == (6, 1)
 
 
 def test_what_a_step_costs():
