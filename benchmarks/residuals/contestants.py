@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import consequent
 from benchmarks.residuals.problems import Problem
-from consequent.whole.local_model import captured, copy_all
+from consequent.whole.cuda_graph import captured, copy_all
 
 Advance = Callable[[float], None]  # trains further; told which part of the time is over
 Settings = dict[str, float]

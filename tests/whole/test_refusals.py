@@ -108,8 +108,9 @@ def test_batch_norm_is_refused():
     [
         ({"damping": 0}, ValueError, "damping must be finite and > 0"),
         ({"memory": -1}, ValueError, "memory must be finite and > 0"),
-        ({"weights": 2.0}, ValueError, "a dict of numbers by term"),
-        ({"weights": {"a": 1}}, ValueError, r"by term, of \[''\]; got \{'a': 1\}"),
+        ({"weights": 2.0}, ValueError, "a dict of numbers by the names of terms"),
+        ({"weights": {"a": 1}}, ValueError, r"none: residual is one function, and no dict; got \{'a': 1\}"),
+        ({"residual": {"a": fit}, "weights": {"b": 1}}, ValueError, r"by the names of terms, \['a'\]; got \{'b': 1\}"),
         ({"residual": {}}, TypeError, "a function, or a dict of functions"),
         ({"residual": {"a": fit}, "weights": {"a": 0}}, ValueError, "the weight of 'a' must be"),
         ({"model": 3}, TypeError, "expected a torch.nn.Module, got int"),
@@ -173,5 +174,17 @@ def test_bad_steps():
     model[0].double()
     with pytest.raises(ValueError, match=r"one type.*\['torch.float32 on cpu', 'torch.float64 on cpu'\]"):
         WholeNetwork(model, fit).step(X)
-    with pytest.raises(ValueError, match=r"float32 or float64.*\[\]"):
+    with pytest.raises(ValueError, match=r"float32 or float64.*the model has none that requires gradients"):
         WholeNetwork(nn.Linear(2, 1).requires_grad_(False), fit).step(X)
+
+
+def test_other_parameters_and_states_of_other_optimisers():
+    model, other = perceptron(2, 3, 1), nn.Linear(2, 1)
+    solver = WholeNetwork(model, fit)
+    solver.add_param_group({"params": other.parameters()})
+    with pytest.raises(ValueError, match=r"trains the parameters of its model, in one group: put others into"):
+        solver.step(X)
+    solver = WholeNetwork(model, fit)
+    solver.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
+    with pytest.raises(ValueError, match=r"load what state_dict\(\) of a WholeNetwork gave"):
+        solver.step(X)

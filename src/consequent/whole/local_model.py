@@ -1,10 +1,9 @@
 """The residuals around the present parameters, to first order, and steps tried there. Nothing here waits for a GPU."""
 
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor, nn
 
+from consequent.whole.cuda_graph import captured, copy_all
 from consequent.whole.jacobian import Jacobian
 from consequent.whole.residuals import Batch, Residual, weigh
 
@@ -82,28 +81,3 @@ class LocalModel:
             ) from error
         finally:
             self.put_back()
-
-
-def captured(function: Callable[..., Tensor], *given: Tensor) -> Callable[..., Tensor]:
-    """The function as a CUDA graph: what it launches is launched at once, for what stands in its tensors by then."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        function(*given)  # what is made at a first call must not be captured
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = function(*given)
-
-    def replay(*now: Tensor) -> Tensor:
-        copy_all(now, given)
-        graph.replay()
-        return result
-
-    return replay
-
-
-def copy_all(tensors: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-    """Copy tensors into others, one by one."""
-    for tensor, place in zip(tensors, into, strict=True):
-        place.copy_(tensor)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from consequent.maths.checks import check_nonnegative, check_positive
+from consequent.whole.cuda_graph import copy_all
 from consequent.whole.first_look import FEW, Sample, look, pieces
-from consequent.whole.local_model import LocalModel, Terms, copy_all
+from consequent.whole.local_model import LocalModel, Terms
 from consequent.whole.residuals import Batch, Residual
 
 ENOUGH = 0.1  # of the predicted decrease, so much must come; with less, a step may saturate a deep network
@@ -88,7 +89,8 @@ class WholeNetwork(Optimizer):
         if not terms or not all(map(callable, terms.values())):
             raise TypeError(f"residual must be a function, or a dict of functions by name, got {residual!r}")
         if not isinstance(weights, Mapping | None) or set(weights or ()) - set(terms):
-            raise ValueError(f"weights must be a dict of numbers by term, of {list(terms)}; got {weights!r}")
+            names = list(filter(None, terms)) or "none: residual is one function, and no dict"
+            raise ValueError(f"weights must be a dict of numbers by the names of terms, {names}; got {weights!r}")
         self.weights = dict.fromkeys(terms, 1.0) | dict(weights or {})
         for name, weight in self.weights.items():
             check_positive(f"the weight of {name!r}", weight, "leave out a term that is not to count")
@@ -197,6 +199,11 @@ class WholeNetwork(Optimizer):
 
     def _checked(self, batch: Any, batches: dict[str, Any]) -> dict[str, Any]:
         """The samples of each term."""
+        if len(self.param_groups) > 1 or "damping" not in self.param_groups[0]:
+            raise ValueError(
+                "WholeNetwork trains the parameters of its model, in one group: put others into the model, and load "
+                "what state_dict() of a WholeNetwork gave"
+            )
         given = {"": batch} if batch and not batches else batches
         if given.keys() != self.residuals.keys():
             wanted = ", ".join(f"{name}=…" for name in self.residuals if name) or "x, …"
@@ -214,7 +221,10 @@ class WholeNetwork(Optimizer):
                 )
         kinds = sorted({f"{p.dtype} on {p.device}" for p in self.model.parameters() if p.requires_grad})
         if len(kinds) != 1 or not kinds[0].startswith(("torch.float32", "torch.float64")):
-            raise ValueError(f"trained parameters must be of one type, float32 or float64, on one device; got {kinds}")
+            raise ValueError(
+                "trained parameters must be of one type, float32 or float64, on one device; the model has "
+                f"{kinds or 'none that requires gradients'}"
+            )
         if self.cuda_graph and "cuda" not in kinds[0]:
             raise ValueError(f"cuda_graph=True is for parameters on a GPU, and they are {kinds[0]}: leave it out")
         return found
