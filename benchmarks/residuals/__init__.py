@@ -1,4 +1,4 @@
-"""Residual problems by the clock: ``WholeNetwork`` beside what people use today, with equal seconds for all.
+r"""Residual problems by the clock: ``WholeNetwork`` beside what people use today, with equal seconds for all.
 
 Fixed before any run: everybody has the same network, first weights and samples with the same seed, float64, one thread,
 and the same processor seconds (``--seconds``, 10) for each run. Each rival has four trials with seed 1000, and its best
@@ -14,6 +14,12 @@ best on the CPU; all are in CUDA graphs but SOAP's own arithmetic, which cannot 
 How many of many samples a step should take (20 seconds; Adam has eight trials; all of ours are shown):
 
     python -m benchmarks.residuals batches results/residuals-batches.jsonl
+
+Poisson's equation in five dimensions with new samples at each step, for those whose steps can have them:
+
+    python -m benchmarks.residuals run --problems "poisson-5d, new samples" \
+        --results results/residuals-new-samples.jsonl \
+        --contestants WholeNetwork Adam SOAP Muon torch-levenberg-marquardt
 
 On a CPU:
 

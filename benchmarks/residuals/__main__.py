@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "2" if "times" in sys.argv else "1")  #
 from benchmarks.residuals import __doc__ as description
 from benchmarks.residuals import batches, runs, times
 from benchmarks.residuals.contestants import CONTESTANTS
-from benchmarks.residuals.problems import PROBLEMS
+from benchmarks.residuals.problems import NEW_SAMPLES, PROBLEMS
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
     )
     parser.add_argument("stage", choices=("run", "table", "figure", "one-step", "times", "batches"))
     parser.add_argument("path", nargs="?", type=pathlib.Path, help="of the figure")
-    parser.add_argument("--problems", nargs="+", choices=tuple(PROBLEMS), default=list(PROBLEMS))
+    parser.add_argument("--problems", nargs="+", choices=(*PROBLEMS, NEW_SAMPLES), default=list(PROBLEMS))
     parser.add_argument("--contestants", nargs="+", choices=tuple(CONTESTANTS), default=list(CONTESTANTS))
     parser.add_argument("--seconds", type=float, default=10.0, help="of the processor, for each run")
     parser.add_argument("--seeds", type=int, default=5, help="finals of each")

@@ -99,10 +99,12 @@ def whole_network(problem: Problem, settings: Settings, compiled: Compiled) -> A
 
 
 def drawing(problem: Problem, settings: Settings) -> Callable[[], None]:
-    """What puts the next samples into a problem's batches: so many as the settings have, or all, as they are there."""
+    """What puts the next samples into a problem's batches: new ones, so many as the settings have, or all again."""
     everything, left = problem.batches, []  # of the samples, in a new order for each epoch
 
     def draw() -> None:
+        if problem.draw is not None:
+            problem.batches = problem.draw()
         for name, batch in everything.items() if "batch" in settings else ():
             if not left:
                 order = torch.randperm(len(batch[0])).split(int(settings["batch"]))
@@ -242,6 +244,7 @@ def torch_lm(problem: Problem, settings: Settings, compiled: Compiled) -> Advanc
         model = OneResidual(problem)
         x = model.samples()
         y = torch.zeros(len(x), 1)
+    draw = drawing(problem, settings)
     module = tlm.training.LevenbergMarquardtModule(
         model=model,
         loss_fn=tlm.loss.MSELoss(),
@@ -249,7 +252,12 @@ def torch_lm(problem: Problem, settings: Settings, compiled: Compiled) -> Advanc
         solve_method="cholesky",
         damping_strategy=tlm.damping.StandardDampingStrategy(starting_value=settings["damping"]),
     )
-    return lambda part: module.training_step(x, y)
+
+    def advance(part: float) -> None:
+        draw()
+        module.training_step(x if problem.draw is None else model.samples(), y)
+
+    return advance
 
 
 def rates(*values: float) -> list[Settings]:

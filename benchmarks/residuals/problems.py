@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.func import grad, hessian
 
 PI = torch.pi
+MANY_SAMPLES = "robot-arm, 4,000 samples"  # 4,610 parameters
+NEW_SAMPLES = "poisson-5d, new samples"  # at each step
 Function = Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -28,6 +30,7 @@ class Problem:
     points: Tensor  # where the error is measured,
     truth: Tensor  # and against what
     weights: dict[str, float] = field(default_factory=dict)
+    draw: Callable[[], dict[str, tuple[Tensor, ...]]] | None = None  # other samples, where each step has new ones
 
     @torch.no_grad()
     def error(self) -> float:
@@ -67,12 +70,16 @@ def differential_equation(
     name: str, widths: tuple[int, ...], exact: Callable[[Tensor], Tensor], equation: Function, size: int, low: float
 ) -> Problem:
     """An equation on a cube, whose solution is known on its faces."""
-    inside = low + (1 - low) * torch.rand(size, widths[0])
-    edge = on_faces(low + (1 - low) * torch.rand(size // 5, widths[0]), low, 1.0)
-    points = low + (1 - low) * torch.rand(5000, widths[0])
-    batches = {"interior": (inside,), "boundary": (edge, exact(edge)[:, None])}
-    terms = {"interior": equation, "boundary": boundary}
-    return Problem(name, perceptron(*widths), terms, batches, points, exact(points)[:, None], {"boundary": 100.0})
+
+    def draw() -> dict[str, tuple[Tensor, ...]]:
+        inside = low + (1 - low) * torch.rand(size, widths[0])
+        edge = on_faces(low + (1 - low) * torch.rand(size // 5, widths[0]), low, 1.0)
+        return {"interior": (inside,), "boundary": (edge, exact(edge)[:, None])}
+
+    batches, points = draw(), low + (1 - low) * torch.rand(5000, widths[0])
+    terms, truth = {"interior": equation, "boundary": boundary}, exact(points)[:, None]
+    problem = Problem(name, perceptron(*widths), terms, batches, points, truth, {"boundary": 100.0})
+    return replace(problem, draw=draw) if name == NEW_SAMPLES else problem
 
 
 def poisson_2d() -> Problem:
@@ -82,11 +89,11 @@ def poisson_2d() -> Problem:
     return differential_equation("poisson-2d", (2, 32, 32, 32, 1), lambda x: (PI * x).sin().prod(1), equation, 500, 0.0)
 
 
-def poisson_5d() -> Problem:
+def poisson_5d(name: str = "poisson-5d") -> Problem:
     def equation(model: nn.Module, x: Tensor) -> Tensor:
         return hessian(value_of(model))(x).trace() + PI**2 * (PI * x).cos().sum()
 
-    return differential_equation("poisson-5d", (5, 32, 32, 32, 1), lambda x: (PI * x).cos().sum(1), equation, 500, 0.0)
+    return differential_equation(name, (5, 32, 32, 32, 1), lambda x: (PI * x).cos().sum(1), equation, 500, 0.0)
 
 
 def helmholtz() -> Problem:
@@ -224,11 +231,11 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "friedman": friedman,
     "picture": picture,
 }
-MANY_SAMPLES = "robot-arm, 4,000 samples"  # 4,610 parameters
 
 
 def problem_of(name: str, seed: int, device: str = "cpu") -> Problem:
     """The problem, with the first weights and the samples of a seed, in float64."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(seed)
-    return (robot_arm(4000, 64) if name == MANY_SAMPLES else PROBLEMS[name]()).to(device)
+    others = {MANY_SAMPLES: lambda: robot_arm(4000, 64), NEW_SAMPLES: lambda: poisson_5d(NEW_SAMPLES)}
+    return (PROBLEMS | others)[name]().to(device)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from residual_cases import CASES, batched_burgers, fit, laplacian, perceptron, vector
 from torch import nn
+from torch.func import hessian, jacfwd
 
-from consequent import WholeNetwork
+from consequent import ConsequentWarning, WholeNetwork
 
 X = torch.ones(4, 2)
 
@@ -23,7 +24,7 @@ X = torch.ones(4, 2)
         (fit, (X[:0],), "a row for each sample"),
         (fit, (torch.tensor(1.0),), "a row for each sample"),
         (fit, ([1.0, 2.0],), r"a row for each sample, got \['list'\]"),
-        (fit, ((X, X),), r"got \['tuple'\]: step\(x, y\), or with several terms"),
+        (fit, ((X, X),), r"got \['tuple'\]: step\(x, y\), step\(\*batch\), or"),
         (lambda m, x: torch.dropout(m(x), 0.5, True), (X,), r"For dropout and BatchNorm, call model.eval"),
     ],
 )
@@ -37,13 +38,13 @@ def test_bad_residuals_and_samples(residual, batch, message):
 
 def test_a_residual_of_a_batch_is_told_to_say_so():
     for residual in (lambda m, x: m(x)[:, 0], batched_burgers):
-        with pytest.raises(ValueError, match=r"(?s)the first 4 samples \(\[2\] torch.float32\): .* pass batched=True"):
+        with pytest.raises(ValueError, match=r"(?s)for 4 samples \(\[2\] torch.float32\): .* pass batched=True"):
             WholeNetwork(perceptron(2, 3, 1), residual).step(X)
 
 
 def test_the_hint_of_a_batch_is_another():
     for residual in (lambda m, x: torch.autograd.grad(m(x).sum(), x)[0], lambda m, x: laplacian(m, x)):
-        with pytest.raises(ValueError, match=r"(?s)the first 4 samples .*\nFor torch.autograd.grad, let x = x.clone"):
+        with pytest.raises(ValueError, match=r"(?s)for 4 samples .*\nFor torch.autograd.grad, let x = x.clone"):
             WholeNetwork(perceptron(2, 3, 1), residual, batched=True).step(X)
 
 
@@ -188,3 +189,93 @@ def test_other_parameters_and_states_of_other_optimisers():
     solver.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
     with pytest.raises(ValueError, match=r"load what state_dict\(\) of a WholeNetwork gave"):
         solver.step(X)
+
+
+# ---- what a newcomer and a sceptic found ------------------------------------------------------------------------
+
+
+def test_a_forgotten_create_graph_is_refused():
+    def residual(model, x, **options):
+        x = x.clone().requires_grad_()
+        u = model(x)
+        return u + torch.autograd.grad(u.sum(), x, **options)[0][:, :1]  # u alone has a graph
+
+    for options in ({}, {"retain_graph": True}):
+        with pytest.raises(ValueError, match="must have create_graph=True, or its results would not be trained"):
+            WholeNetwork(perceptron(2, 3, 1), lambda m, x, its=options: residual(m, x, **its), batched=True).step(X)
+    WholeNetwork(perceptron(2, 3, 1), lambda m, x: residual(m, x, create_graph=True), batched=True).step(X)
+
+
+def test_targets_of_all_samples_in_each_residual_are_told():
+    x, y = torch.randn(20, 2), torch.randn(20, 1)
+    with pytest.warns(ConsequentWarning, match=r"of one sample has 20 numbers, as many .* belong into step\(x, y\)"):
+        WholeNetwork(perceptron(2, 3, 1), lambda m, x: m(x) - y).step(x)
+
+
+def test_an_equation_without_second_derivatives_is_told():
+    model = nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 1))
+    solver = WholeNetwork(model, {"equation": lambda m, x: hessian(lambda x: m(x).sum())(x).trace() - 1, "edge": fit})
+    with pytest.warns(ConsequentWarning, match="no parameter changes residual 'equation' of 4 samples. ReLU has no"):
+        solver.step(equation=X, edge=X)
+
+
+@pytest.mark.parametrize("sample", [nn.Parameter(torch.ones(4, 1)), torch.ones(4, 1).requires_grad_()])
+def test_samples_that_would_not_be_trained_are_refused(sample):
+    for batched in (False, True):
+        solver = WholeNetwork(perceptron(3, 3, 1), lambda m, x, z: m(torch.cat([x, z], -1)), batched=batched)
+        if batched and not isinstance(sample, nn.Parameter):
+            solver.step(X, sample)  # for derivatives by it
+            continue
+        with pytest.raises(ValueError, match=r"samples that require gradients.* make them parameters of the model"):
+            solver.step(X, sample)
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(3, affine=False), nn.BatchNorm1d(3).requires_grad_(False)])
+def test_batch_norm_in_eval_mode_wants_a_batch(layer):
+    model = nn.Sequential(nn.Linear(2, 3), layer, nn.Linear(3, 1)).eval()
+    with pytest.raises(ValueError, match=r"as BatchNorm, gets x\[None\].*pass batched=True\.$"):
+        WholeNetwork(model, lambda m, x: m(x)).step(X)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "residual",
+    [
+        lambda m, x: m(x / x.abs().max()) - x[:, :1],
+        lambda m, x: m(x) - 0.02 * m(x).mean(),
+        lambda m, x: m(x) - (x - x.mean()).sum(1, keepdim=True) / 10,
+        lambda m, x: (x[:, :1] - x[:, :1].mean()) * (m(x) - x[:, 1:]),  # the first samples of a grid have one time
+    ],
+)
+def test_small_mixtures_are_refused(residual, dtype):
+    torch.manual_seed(0)
+    model, x = perceptron(2, 50, 50, 1).to(dtype), torch.cartesian_prod(*2 * [torch.linspace(0, 1, 12)]).to(dtype)
+    with pytest.raises(ValueError, match="Does it mix samples"):
+        WholeNetwork(model, residual, batched=True).step(x)
+
+
+class Implicit(nn.Module):
+    """With a solve whose second forward derivatives are wrong under vmap in torch 2.13."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 6), nn.Linear(6, 1)
+        self.matrix = nn.Parameter(torch.randn(6, 6) / 10)
+
+    def forward(self, x):
+        return self.last(torch.linalg.solve(torch.eye(6).to(x) + self.matrix, self.first(x).tanh()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wrong_derivatives_of_torch_do_not_pass(dtype):
+    def residual(model, x):
+        return jacfwd(jacfwd(lambda x: model(x).sum()))(x).trace()
+
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model, x = Implicit().to(dtype), torch.randn(60, 2, dtype=dtype)
+        before, wanted = vector(model), torch.stack([residual(model, one) for one in x]).square().mean()
+        try:
+            assert WholeNetwork(model, residual).step(x) == pytest.approx(float(wanted), rel=1e-3)
+        except ValueError:
+            assert torch.equal(vector(model), before)

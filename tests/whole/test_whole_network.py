@@ -184,7 +184,7 @@ def test_batched_with_samples_that_require_gradients_and_vmap_inside():
 
     solvers = WholeNetwork(model, batched, batched=True), WholeNetwork(other, single)
     for _ in range(3):
-        assert solvers[0].step(x) == pytest.approx(solvers[1].step(x))
+        assert solvers[0].step(x) == pytest.approx(solvers[1].step(x.detach()))
     torch.testing.assert_close(vector(model), vector(other), rtol=1e-5, atol=1e-7)
 
 
@@ -487,3 +487,13 @@ def test_a_first_step_does_not_saturate_a_deep_network(seed):
     solver = WholeNetwork(model, poisson)
     losses = [solver.step(x) for _ in range(9)]
     assert losses[-1] < 0.1 * losses[0]
+
+
+def test_autocast_around_a_step_changes_nothing():
+    model, residual, x = made("Laplacian")
+    model, x = model.float(), x.float()
+    other = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = WholeNetwork(model, residual).step(x)
+    assert loss == WholeNetwork(other, residual).step(x)
+    torch.testing.assert_close(vector(model), vector(other))

@@ -113,7 +113,8 @@ class WholeNetwork(Optimizer):
             **batches: of several terms, by name: ``step(interior=x, boundary=(x, y))``.
         """
         given = self._checked(batch, batches)
-        with torch.compiler.set_stance("force_eager"):  # torch.func does not go through compiled code
+        eager, device = torch.compiler.set_stance("force_eager"), self.param_groups[0]["params"][0].device.type
+        with eager, torch.autocast(device, enabled=False):  # torch.func does not go through compiled code
             local = self._local_model(given)
             try:
                 self.last = self._follow(local)
@@ -216,8 +217,13 @@ class WholeNetwork(Optimizer):
             lengths = {shape[0] if isinstance(shape, list) and shape else 0 for shape in shapes}
             if len(lengths) != 1 or 0 in lengths:
                 raise ValueError(
-                    f"{self.residuals[name]} takes tensors with a row for each sample, got {shapes}: step(x, y), or "
-                    "with several terms step(name=(x, y))"
+                    f"{self.residuals[name]} takes tensors with a row for each sample, got {shapes}: step(x, y), "
+                    "step(*batch), or with several terms step(name=(x, y))"
+                )
+            if any(isinstance(one, nn.Parameter) or one.requires_grad > self.residuals[name].batched for one in its):
+                raise ValueError(
+                    f"{self.residuals[name]} takes samples that require gradients, and they would not be trained: make "
+                    "them parameters of the model (as an nn.Embedding, which samples index), or detach() them"
                 )
         kinds = sorted({f"{p.dtype} on {p.device}" for p in self.model.parameters() if p.requires_grad})
         if len(kinds) != 1 or not kinds[0].startswith(("torch.float32", "torch.float64")):

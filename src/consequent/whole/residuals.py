@@ -85,10 +85,7 @@ class Residual:
                 parts = {name: _part(uses[name], grad) for name, grad in zip(trained, grads, strict=True)}
                 rows.append(Rows(one.detach(), {name: part for name, part in parts.items() if part}))
         if not any(one.parts for one in rows):
-            raise ValueError(
-                f"{self} depends on no parameter that is trained: check what it computes from the model, and that "
-                "torch.autograd.grad is called with create_graph=True, without is_grads_batched"
-            )
+            raise ValueError(f"{self} depends on no parameter that is trained: check what it computes from the model")
         return rows
 
     def _check(self, values: Tensor, anchor: Tensor) -> None:

@@ -86,6 +86,8 @@ class ParametersOfEachSample(TorchFunctionMode):
         """Call any function of torch."""
         if func is F.linear:
             return self._linear(*args, **(kwargs or {}))
+        if func is torch.autograd.grad and self.anchor.ndim and not kwargs["create_graph"]:
+            raise ValueError("torch.autograd.grad must have create_graph=True, or its results would not be trained")
         return func(*self._own(args), **self._own(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: A002
