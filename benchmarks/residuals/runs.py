@@ -59,8 +59,8 @@ def now(device: str) -> float:
 
 
 def run(name: str, contestants: list[str], seconds: float, seeds: int, path: pathlib.Path, device: str = "cpu") -> None:
-    """All that is missing of a problem: trials, then finals with the best settings."""
-    compiled, terms = Compiled(), problem_of(name, 0).terms
+    """All that is missing of a problem: trials, then finals with the best settings, in turns."""
+    compiled, terms, chosen = Compiled(), problem_of(name, 0).terms, {}
     for contestant in contestants:
         if contestant == "C-Adam" and "" not in terms:
             continue
@@ -70,8 +70,10 @@ def run(name: str, contestants: list[str], seconds: float, seeds: int, path: pat
                 add(path, name, contestant, settings, TRIAL, seconds, compiled, device)
             tried = [line for line in of(read(path), name, contestant) if line["seed"] == TRIAL]
             choices = [min(tried, key=lambda line: math.inf if line["error"] is None else line["error"])["settings"]]
-        for seed in range(seeds):
-            add(path, name, contestant, choices[0], seed, seconds, compiled, device)
+        chosen[contestant] = choices[0]
+    for seed in range(seeds):
+        for contestant, settings in chosen.items():  # so that a machine that is slow for a while is slow for all
+            add(path, name, contestant, settings, seed, seconds, compiled, device)
 
 
 def add(

@@ -162,6 +162,41 @@ def test_many_samples_in_batches():
         assert {line["seconds"] for line in its} == {20.0}
 
 
+def test_new_samples_at_each_step():
+    names = ("WholeNetwork", "Adam", "SOAP", "Muon", "torch-levenberg-marquardt")
+    lines = runs.read(ROOT / "results" / "residuals-new-samples.jsonl")
+    for name in names:
+        its = runs.of(lines, problems.NEW_SAMPLES, name)
+        assert sorted(line["seed"] for line in its if line["seed"] != runs.TRIAL) == [0, 1, 2, 3, 4]
+        trials = [] if name == "WholeNetwork" else contestants.CONTESTANTS[name][1]
+        assert [line["settings"] for line in its if line["seed"] == runs.TRIAL] == trials
+        assert {line["seconds"] for line in its} == {10.0}
+    found = summary.errors(lines, problems.NEW_SAMPLES)
+    ours, theirs = (
+        f"{summary.median(found[name]):.1e} ({min(found[name]):.1e}–{max(found[name]):.1e})"
+        for name in ("WholeNetwork", summary.best_rival(found))
+    )
+    said = f"made ours {ours}, and that of {summary.best_rival(found)}, the best of four rivals, {theirs}."
+    assert said in " ".join(PAGE.split())
+
+
+def test_samples_are_drawn_anew():
+    problem = problems.problem_of(problems.NEW_SAMPLES, 0)
+    draw, seen = contestants.drawing(problem, {}), []
+    for _ in range(2):
+        draw()
+        seen.append(problem.batches)
+    for (name, one), other in zip(seen[0].items(), seen[1].values(), strict=True):
+        assert [its.shape for its in one] == [its.shape for its in other]
+        assert not torch.equal(one[0], other[0])
+        if name == "boundary":
+            torch.testing.assert_close(SOLUTIONS["poisson-5d"](other[0])[:, None], other[1])
+    fixed = problems.problem_of("poisson-5d", 0)
+    batches_before = fixed.batches
+    contestants.drawing(fixed, {})()
+    assert fixed.batches is batches_before
+
+
 def test_a_batch_is_drawn_from_all_samples():
     problem = problems.problem_of("robot-arm", 0)
     (everything, _), draw, seen = problem.batches[""], contestants.drawing(problem, {"batch": 100}), []

@@ -34,7 +34,7 @@ class Sample(NamedTuple):
 
 def look(residual: Residual, batch: Batch, trained: dict[str, nn.Parameter]) -> Sample:
     """Compare samples alone with the same among others, and gradients for each sample with a backward pass for all."""
-    few = pieces([one[:: max(1, len(one) // FEW)] for one in batch], FEW)[0]  # of a grid, the first ones are alike
+    few = pieces([one[:: -(-len(one) // FEW)] for one in batch], FEW)[0]  # the first ones of a grid are alike
     ones = pieces(few, 1)
     try:
         values = residual.values(few, graph=True)
@@ -45,12 +45,8 @@ def look(residual: Residual, batch: Batch, trained: dict[str, nn.Parameter]) -> 
         if str(error).startswith(str(residual)):
             raise
         tried = ", ".join(f"{list(its.shape[1 - residual.batched :])} {its.dtype}" for its in few)
-        hint, dtype = HINTS[residual.batched] + EVALUATE * residual.model.training, next(iter(trained.values())).dtype
-        if any(its.is_floating_point() and its.dtype != dtype for its in few):
-            hint = f"Samples must have the parameters' type, {dtype}."
-        raise ValueError(
-            f"{residual} cannot be computed for {len(few[0])} samples ({tried}): {error}\n{hint}"
-        ) from error
+        said = f"{residual} cannot be computed for {len(few[0])} samples ({tried}): {error}\n"
+        raise ValueError(said + _hint(residual, few, next(iter(trained.values())).dtype)) from error
     sizes = {name: p.numel() for name, p in trained.items()}
     jacobian = Jacobian(rows, sizes)
     vector = torch.arange(1.0, len(jacobian.values) + 1).to(jacobian.values)
@@ -84,6 +80,12 @@ def look(residual: Residual, batch: Batch, trained: dict[str, nn.Parameter]) -> 
     formed = max((sizes[name] for name, part in parts if not is_cheaper_by_products(part)), default=0)
     taken = kept + 3 * sum(computed)  # results, their gradients, and what comes between
     return Sample(values.shape[1], kept * each, taken * each, formed * vector.element_size())
+
+
+def _hint(residual: Residual, few: Batch, dtype: torch.dtype) -> str:
+    if any(its.is_floating_point() and its.dtype != dtype for its in few):
+        return f"Samples must have the parameters' type, {dtype}."
+    return HINTS[residual.batched] + EVALUATE * residual.model.training
 
 
 def pieces(batch: Batch, size: int) -> list[tuple[Tensor, ...]]:

@@ -95,8 +95,8 @@ class Residual:
             leaf = getattr(node, "variable", None)
             if leaf is not None and (isinstance(leaf, nn.Parameter) or leaf.shape[:1] != values.shape[:1]):
                 trained = (
-                    "With batched=True only linear layers are trained; a coefficient can be nn.Linear(1, 1, bias=False)"
-                    " of ones"
+                    "With batched=True only linear layers are trained; a coefficient is c(torch.ones_like(u)) with c = "
+                    "nn.Linear(1, 1, bias=False)"
                     if self.batched
                     else "It must be an nn.Parameter of the model, and not the argument of grad or vmap"
                 )
