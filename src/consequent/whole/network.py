@@ -220,7 +220,8 @@ class WholeNetwork(Optimizer):
                     f"{self.residuals[name]} takes tensors with a row for each sample, got {shapes}: step(x, y), "
                     "step(*batch), or with several terms step(name=(x, y))"
                 )
-            if any(isinstance(one, nn.Parameter) or one.requires_grad > self.residuals[name].batched for one in its):
+            batched = self.residuals[name].batched  # then samples may require gradients, for derivatives by them
+            if any(isinstance(one, nn.Parameter) or (one.requires_grad and not batched) for one in its):
                 raise ValueError(
                     f"{self.residuals[name]} takes samples that require gradients, and they would not be trained: make "
                     "them parameters of the model (as an nn.Embedding, which samples index), or detach() them"
