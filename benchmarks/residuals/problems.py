@@ -67,7 +67,13 @@ def on_faces(points: Tensor, low: float, high: float) -> Tensor:
 
 
 def differential_equation(
-    name: str, widths: tuple[int, ...], exact: Callable[[Tensor], Tensor], equation: Function, size: int, low: float
+    name: str,
+    widths: tuple[int, ...],
+    exact: Callable[[Tensor], Tensor],
+    equation: Function,
+    size: int,
+    low: float,
+    new_samples: bool = False,
 ) -> Problem:
     """An equation on a cube, whose solution is known on its faces."""
 
@@ -78,8 +84,8 @@ def differential_equation(
 
     batches, points = draw(), low + (1 - low) * torch.rand(5000, widths[0])
     terms, truth = {"interior": equation, "boundary": boundary}, exact(points)[:, None]
-    problem = Problem(name, perceptron(*widths), terms, batches, points, truth, {"boundary": 100.0})
-    return replace(problem, draw=draw) if name == NEW_SAMPLES else problem
+    weights = {"boundary": 100.0}
+    return Problem(name, perceptron(*widths), terms, batches, points, truth, weights, draw if new_samples else None)
 
 
 def poisson_2d() -> Problem:
@@ -89,11 +95,12 @@ def poisson_2d() -> Problem:
     return differential_equation("poisson-2d", (2, 32, 32, 32, 1), lambda x: (PI * x).sin().prod(1), equation, 500, 0.0)
 
 
-def poisson_5d(name: str = "poisson-5d") -> Problem:
+def poisson_5d(new_samples: bool = False) -> Problem:
     def equation(model: nn.Module, x: Tensor) -> Tensor:
         return hessian(value_of(model))(x).trace() + PI**2 * (PI * x).cos().sum()
 
-    return differential_equation(name, (5, 32, 32, 32, 1), lambda x: (PI * x).cos().sum(1), equation, 500, 0.0)
+    widths = (5, 32, 32, 32, 1)
+    return differential_equation("poisson-5d", widths, lambda x: (PI * x).cos().sum(1), equation, 500, 0.0, new_samples)
 
 
 def helmholtz() -> Problem:
@@ -237,5 +244,5 @@ def problem_of(name: str, seed: int, device: str = "cpu") -> Problem:
     """The problem, with the first weights and the samples of a seed, in float64."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(seed)
-    others = {MANY_SAMPLES: lambda: robot_arm(4000, 64), NEW_SAMPLES: lambda: poisson_5d(NEW_SAMPLES)}
+    others = {MANY_SAMPLES: lambda: robot_arm(4000, 64), NEW_SAMPLES: lambda: poisson_5d(new_samples=True)}
     return (PROBLEMS | others)[name]().to(device)

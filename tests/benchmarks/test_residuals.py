@@ -176,7 +176,7 @@ def test_new_samples_at_each_step():
         f"{summary.median(found[name]):.1e} ({min(found[name]):.1e}–{max(found[name]):.1e})"
         for name in ("WholeNetwork", summary.best_rival(found))
     )
-    said = f"made ours {ours}, and that of {summary.best_rival(found)}, the best of four rivals, {theirs}."
+    said = f"to {ours}, and with {summary.best_rival(found)}, the best of four rivals, to {theirs}."
     assert said in " ".join(PAGE.split())
 
 

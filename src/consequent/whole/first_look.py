@@ -34,7 +34,11 @@ class Sample(NamedTuple):
 
 def look(residual: Residual, batch: Batch, trained: dict[str, nn.Parameter]) -> Sample:
     """Compare samples alone with the same among others, and gradients for each sample with a backward pass for all."""
-    few = pieces([one[:: -(-len(one) // FEW)] for one in batch], FEW)[0]  # the first ones of a grid are alike
+    last, number = len(batch[0]) - 1, min(len(batch[0]), FEW)
+    spread = [
+        place * last // max(1, number - 1) for place in range(number)
+    ]  # those of a grid's row or column are alike
+    few = [one[spread].detach().requires_grad_(one.requires_grad) for one in batch]
     ones = pieces(few, 1)
     try:
         values = residual.values(few, graph=True)
@@ -70,11 +74,11 @@ def look(residual: Residual, batch: Batch, trained: dict[str, nn.Parameter]) -> 
             f"or add [n, 1] to [n]?{EVALUATE} is_grads_batched=True is not supported"
         )
     if FEW < len(batch[0]) == values.shape[1]:
-        said = f"{residual} of one sample has {values.shape[1]} numbers, as many as there are samples. "
-        warnings.warn(said + "Targets of all samples belong into step(x, y)", ConsequentWarning, stacklevel=7)
+        said = f"{residual} of one sample has {values.shape[1]} numbers, as many as there are samples. If it takes the "
+        warnings.warn(said + "targets of all samples, pass them: step(x, y)", ConsequentWarning, stacklevel=7)
     if not wanted.any():
-        said = f"no parameter changes {residual} of {len(values)} samples. "
-        warnings.warn(said + "ReLU has no second derivative: use tanh or sines", ConsequentWarning, stacklevel=7)
+        said = f"no parameter changes {residual} of {len(values)} samples that were tried. If it has a second "
+        warnings.warn(said + "derivative of ReLU, which is 0, use tanh or sines", ConsequentWarning, stacklevel=7)
     parts = [(name, part) for one in rows for name, part in one.parts.items()]
     kept, each = sum(tensor.numel() for _, part in parts for tensor in part), vector.element_size() / len(few[0])
     formed = max((sizes[name] for name, part in parts if not is_cheaper_by_products(part)), default=0)

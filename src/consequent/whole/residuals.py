@@ -92,6 +92,10 @@ class Residual:
         if values.dtype != anchor.dtype:
             raise ValueError(f"{self} is of {values.dtype}, and parameters are of {anchor.dtype}: convert the samples")
         for node in nodes_of(values):  # what is neither for each sample nor a sample would not be trained
+            if node.name() == "CheckpointFunctionBackward":
+                raise ValueError(
+                    f"{self} has a reentrant checkpoint, whose parameters would not be trained: take it out"
+                )
             leaf = getattr(node, "variable", None)
             if leaf is not None and (isinstance(leaf, nn.Parameter) or leaf.shape[:1] != values.shape[:1]):
                 trained = (
