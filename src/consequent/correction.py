@@ -86,7 +86,7 @@ class Correction:
                 self.own_inputs[name] = OwnInputs(name, layer, kind, damping, reduction, forward, same_weight)
 
     def _optimizer_step(self, optimizer: Optimizer, optimizer_of: Mapping[Tensor, Optimizer]) -> OptimizerStep:
-        averaged = [one for one in self.averaged.values() if optimizer_of.get(one.weight) is optimizer]
+        averaged = [one for one in self.averaged.values() if optimizer_of.get(_weight(one.layer)) is optimizer]
         own = [one for one in self.own_inputs.values() if optimizer_of.get(_weight(one.module), optimizer) is optimizer]
         settings, forward = self.settings, self._model_forward
         averages = Averages(averaged, forward, settings.averaging or 0.0, settings.refresh, settings.loss_reduction)
@@ -102,7 +102,7 @@ class Correction:
         """How many factorisations failed so far, and were solved in another way. On a GPU this waits for it."""
         told = [own.probe.grad for own in self.own_inputs.values() if own.probe.grad is not None]
         found = sum(float(grad[FAILED]) for grad in told) + sum(own.failed for own in self.own_inputs.values())
-        return int(found) + sum(int(layer.failed) for layer in self.averaged.values())
+        return int(found) + sum(int(step.averages.failed) for step in self._optimizer_steps)
 
     @property
     def holds_bound(self) -> bool:

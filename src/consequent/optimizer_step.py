@@ -41,6 +41,7 @@ class OptimizerStep:
         self._layers: list[Any] = list(layers)
         self._handles: list[Any] = []
         self._under_way: list[Tensor | None] | None = None  # the gradients of the step under way
+        self._rates: Rates | None = None
         for own in own_inputs:
             own.measured = own.measured or self._bound is not None
         if averages.layers or (self._bound is not None and own_inputs):
@@ -95,15 +96,15 @@ class OptimizerStep:
 
     @torch.no_grad()
     def _correct(self, optimizer: Any) -> None:
-        rates = Rates(optimizer)
+        rates = self._rates = Rates(optimizer, self._rates)
         weights = [layer.weight for layer in self._layers]
-        moving = {id(weight) for weight in weights if weight.requires_grad and weight.grad is not None}
+        moving = {id(weight) for weight in weights if weight.grad is not None and weight.requires_grad}
         bound = self._bound if len(moving) > 1 else None
         if self.averages.layers:
             self.averages.before_step(bound, rates.of)
         is_bounded = bound is not None and bool(self._own_inputs) and _is_alone()
         for own in self._own_inputs:
-            if own.module.weight in rates.groups:
+            if own.module.weight in rates:
                 told = own.told()
                 if is_bounded and told is not None:
                     _shorten(own, told, rates, bound)
@@ -114,24 +115,42 @@ class Rates:
 
     Args:
         optimizer: the optimiser.
+        last: those of the last step.
+
+    Attributes:
+        sizes: of the parameter groups,
+        groups: and which of them each parameter is in, by its id.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        self._states = optimizer.state
-        self.groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    def __init__(self, optimizer: Any, last: "Rates | None" = None) -> None:
+        self.sizes = [(id(group), len(group["params"])) for group in optimizer.param_groups]
+        if last is not None and last.sizes == self.sizes:
+            self.groups = last.groups
+        else:
+            self.groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        self._states, self._known = optimizer.state, dict[int, Any]()
         scale = getattr(optimizer, "grad_scale", None)  # a GradScaler's, by which fused optimisers divide themselves
         self._scale = 1 if scale is None else scale
 
+    def __contains__(self, parameter: Tensor) -> bool:
+        """Whether the optimiser holds it."""
+        return id(parameter) in self.groups
+
     def of(self, parameters: Sequence[Tensor]) -> Any:
         """The highest of these parameters' rates; 0 if the optimiser holds none of them."""
-        rates = [self._of(parameter) for parameter in parameters if parameter in self.groups]
+        rates = [self._of(parameter) for parameter in parameters if id(parameter) in self.groups]
         if any(isinstance(rate, Tensor) for rate in rates):  # which the host does not look at
             rates = [torch.stack([torch.as_tensor(rate, device=parameters[0].device) for rate in rates]).amax()]
         return max(rates, default=0.0) / self._scale
 
     def _of(self, parameter: Tensor) -> Any:
-        state = self._states.get(parameter, {})
-        return rate_in_the_long_run(self.groups[parameter], is_first=state.get("momentum_buffer") is None)
+        group = self.groups[id(parameter)]
+        if group.get("dampening"):  # of which a parameter's first gradient is free
+            is_first = self._states.get(parameter, {}).get("momentum_buffer") is None
+            return rate_in_the_long_run(group, is_first=is_first)
+        if id(group) not in self._known:
+            self._known[id(group)] = rate_in_the_long_run(group)
+        return self._known[id(group)]
 
 
 def _is_alone() -> bool:

@@ -111,7 +111,7 @@ def test_states_that_do_not_fit():
     with pytest.raises(ValueError, match="averages of layer '2', which has none here"):
         correction.load_state_dict(state)
     state["averages"][0]["layers"] = {"0": state["averages"][0]["layers"]["5"]}
-    with pytest.raises(ValueError, match=r"moment of layer '0' is \[1, 73, 73\] in the state, and \[1, 4, 4\] here"):
+    with pytest.raises(ValueError, match=r"moment of layer '0' is \[1, 72, 72\] in the state, and \[1, 3, 3\] here"):
         correction.load_state_dict(state)
     with pytest.raises(ValueError, match=r"no state of a correction of 1 optimisers: its keys are \['model'\]"):
         correction.load_state_dict({"model": 3})
@@ -236,8 +236,12 @@ def test_sharpness_aware_minimisation():
         whole(model, 0)
         plain = grads_of(model)
         half()
-    inverse = correction.averaged["7"].inverse(ones=True)
-    wanted = torch.cat([plain["7.weight"], plain["7.bias"][:, None]], dim=1) @ inverse.matrix[0]
+    average = correction.averaged["7"].average
+    X = torch.cat([average.moment[0], average.mean], dim=0)
+    S = torch.cat([X, torch.cat([average.mean[0], torch.ones(1, dtype=X.dtype)])[:, None]], dim=1) * average.rows
+    level = 0.1 * S.trace() / min(average.weight, len(S))
+    inverse = average.divisor * torch.linalg.inv(S + level * torch.eye(len(S)))
+    wanted = torch.cat([plain["7.weight"], plain["7.bias"][:, None]], dim=1) @ inverse
     torch.testing.assert_close(model[7].weight.grad, wanted[:, :-1])
     assert correction.holds_bound
 

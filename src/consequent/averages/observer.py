@@ -1,20 +1,24 @@
-"""Observing a layer's inputs: the sum of ``x xᵀ`` over the forward passes of a step.
+"""Observing a layer's inputs: the sums of ``x xᵀ`` and of x over the forward passes of a step.
 
 While it is observed, a layer has another ``forward``. In the steps between it has its own, and its passes are plain.
 """
 
+from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from consequent.layers import Operation
+from consequent.layers import Linear, Operation
+from consequent.maths.products import moment_of_rows, sum_of_rows
 from consequent.maths.ridge import LossReduction, loss_divisor
 from consequent.maths.torch_private import in_backward_pass
 from consequent.minibatch.forwards import Replacement
 from consequent.minibatch.model_forward import ModelForward
 from consequent.minibatch.own_inputs import call_of, ordinary
+
+SMALL = 2**20  # elements of inputs that wait on a GPU until the step, to be multiplied with those of other layers
 
 
 class Where(Enum):
@@ -25,6 +29,13 @@ class Where(Enum):
     NOWHERE = auto()
 
 
+class Waiting(NamedTuple):
+    """Inputs that are going to be multiplied with those of other layers."""
+
+    operation: Operation
+    inputs: Tensor
+
+
 class InputObserver(Replacement):
     """The ``forward`` of a layer while its inputs are observed.
 
@@ -33,6 +44,13 @@ class InputObserver(Replacement):
         kind: how it is ``Z = W X``.
         loss_reduction: how the loss sums up over samples.
         model_forward: of the model that it is in.
+
+    Attributes:
+        moment: where ``Σ x xᵀ`` is summed up,
+        sums: and ``Σ x``.
+        counts: rows; calls in the model's own forward; the divisor of those outside of it. Of calls in compiled code,
+        counted: and of others.
+        waiting: inputs that are not in the sums yet.
     """
 
     def __init__(
@@ -40,41 +58,47 @@ class InputObserver(Replacement):
     ) -> None:
         super().__init__(layer)
         self.kind, self.model_forward = kind, model_forward
+        self.moment = self.sums = self.counts = torch.empty(0)
+        self.counted = [0.0, 0.0, 0.0]
+        self.waiting: Waiting | None = None
         self._loss_reduction = loss_reduction
-        self.moment = torch.empty(0)  # Σ x xᵀ, a constant 1 being the last entry of every x: the corner counts rows
-        self.calls_inside = torch.empty(0)  # of the model's own forward
-        self.divisor = torch.empty(0)  # of the calls outside of it
         self._has_observed = False  # in a forward pass
         self._passed_over = 0  # calls there with gradients off
 
-    def put_on(self) -> None:
-        """From now on inputs are observed."""
+    def begin(self, moment: Tensor, sums: Tensor, counts: Tensor) -> None:
+        """From now on inputs are observed, and added to these."""
         super().put_on()
-        weight: Any = self.module.weight
-        operation, dtype = self.kind.of(self.module), torch.promote_types(weight.dtype, torch.float32)
-        size = operation.features + 1
-        self.moment = torch.zeros(operation.groups, size, size, dtype=dtype, device=weight.device)
-        self.calls_inside = torch.zeros((), dtype=dtype, device=weight.device)
-        self.divisor = torch.zeros((), dtype=dtype, device=weight.device)
+        self.moment, self.sums, self.counts = moment, sums, counts
+        self.counted = [0.0, 0.0, 0.0]
         self._has_observed, self._passed_over = False, 0
 
     def forget(self) -> None:
-        """Free what was seen."""
-        self.moment = self.calls_inside = self.divisor = torch.empty(0)
+        """Hold nothing of what was seen."""
+        self.moment = self.sums = self.counts = torch.empty(0)
+        self.waiting = None
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain outputs; the inputs are taken note of."""
         outputs = self.plain(self.module, args, kwargs)
         where = self._where()
         found = None if where is Where.NOWHERE else call_of(self.kind, self.module, args, kwargs)
-        if found is not None:
-            operation, inputs = found
-            with torch.no_grad(), torch.autocast(inputs.device.type, enabled=False):
-                operation.call_product(ordinary(inputs), self._add)
-                if where is Where.INSIDE:
-                    self.calls_inside.add_(1)
-                else:
-                    self.divisor.add_(loss_divisor(self._loss_reduction, operation.samples_in(inputs)))
+        if found is None:
+            return outputs
+        operation, inputs = found
+        rows, inside = operation.rows(outputs), where is Where.INSIDE
+        divisor = 0 if inside else loss_divisor(self._loss_reduction, operation.samples_in(inputs))
+        device = inputs.device.type
+        if not torch.is_autocast_enabled(device):
+            operation.call_product(ordinary(inputs.detach()), self._add)
+        else:
+            dtype = inputs.dtype if inputs.dtype is torch.float64 else torch.get_autocast_dtype(device)
+            with torch.autocast(device, enabled=False):
+                operation.call_product(ordinary(inputs.detach().to(dtype)), self._add)
+        if torch.compiler.is_compiling():
+            for place, number in enumerate((rows, int(inside), divisor)):
+                self.counts[place].add_(number)
+        else:
+            self.counted = [sum(pair) for pair in zip(self.counted, (rows, inside, divisor), strict=True)]
         return outputs
 
     def _where(self) -> Where:
@@ -97,5 +121,32 @@ class InputObserver(Replacement):
         return Where.OUTSIDE if current is None or current.samples is None else Where.INSIDE
 
     def _add(self, operation: Operation, inputs: Tensor) -> Tensor:
-        self.moment.add_(operation.second_moment(inputs, ones=True))
+        if torch.compiler.is_compiling():
+            moment = operation.second_moment(inputs, ones=True)
+            self.moment.add_(moment[:, :-1, :-1])
+            self.sums.add_(moment[:, :-1, -1])
+            return inputs
+        waiting, self.waiting = self.waiting, None
+        if waiting is None and inputs.is_cuda and isinstance(operation, Linear) and inputs.numel() <= SMALL:
+            self.waiting = Waiting(operation, inputs)
+            return inputs
+        for of, its in ((operation, inputs),) if waiting is None else (waiting, (operation, inputs)):
+            moment, sums, _ = of.moments(its)
+            self.moment.add_(moment)
+            self.sums.add_(sums)
         return inputs
+
+
+def add_waiting(observers: Sequence[InputObserver]) -> None:
+    """Add what waits: for inputs of one shape by one product."""
+    alike: dict[Any, list[InputObserver]] = {}
+    for one in observers:
+        if one.waiting is not None:
+            alike.setdefault((one.waiting.inputs.shape, one.waiting.inputs.dtype), []).append(one)
+    for group in alike.values():
+        rows = torch.cat([one.waiting.operation.input_rows(one.waiting.inputs) for one in group if one.waiting])
+        moments, sums = moment_of_rows(rows), sum_of_rows(rows)
+        torch._foreach_add_([one.moment for one in group], list(moments.split(1)))
+        torch._foreach_add_([one.sums for one in group], list(sums.split(1)))
+        for one in group:
+            one.waiting = None

@@ -7,7 +7,7 @@ from consequent.layers.linear import Linear, TransposedLinear
 from consequent.layers.operation import Operation
 from consequent.layers.transposed_convolution import TransposedConvolution
 
-__all__ = ["KINDS", "Operation", "kind_of"]
+__all__ = ["KINDS", "Linear", "Operation", "kind_of"]
 
 KINDS: list[type[Operation]] = [Linear, TransposedLinear, Convolution, TransposedConvolution]
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from consequent.layers.patches import Sizes, pad_sides, patch_moment
+from consequent.layers.patches import Sizes, pad_sides, patch_moments
 
 # Convolutions may sum pixel after pixel, and their rounding then grows with the number of pixels: so many keep float32
 # within one part in 10⁷ of ‖S‖.
@@ -96,7 +96,7 @@ def _moment_of(images: Tensor, window: Window) -> Tensor:
         padded = pad_sides(torch.cat(slabs, dim=1), [*before, (0, 0), *after])
         kernel_size = [*taps[:dim], active, *taps[dim + 1 :]]
         dilation = [*window.dilation[:dim], 1, *window.dilation[dim + 1 :]]
-        parts = patch_moment(padded, kernel_size, [1] * dims, dilation, len(slabs) * groups)
+        parts, _ = patch_moments(padded, kernel_size, [1] * dims, dilation, len(slabs) * groups)
         for slab, part in zip(alike, parts.split(groups), strict=True):
             met = blocks.narrow(2 + dim, slab.tap, active).narrow(3 + dims + dim, slab.tap, active)
             met.sub_(part.view(groups, channels, *kernel_size, channels, *kernel_size))

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from consequent.layers.autocorrelation import Window, operations, patch_moment_by_autocorrelation
 from consequent.layers.operation import Operation
-from consequent.layers.patches import pad_sides, patch_moment, patch_rows, patch_sum
+from consequent.layers.patches import pad_sides, patch_moments, patch_rows, patch_sum, positions
 from consequent.layers.windowed import Windowed
 from consequent.maths.precision import at_least_float32
-from consequent.maths.products import with_ones
 
 # Forming a patch costs about as much as this many multiplications per number.
 COST_OF_COPYING = 64
@@ -80,23 +79,31 @@ class Convolution(Windowed):
         return patch_rows(padded, self.kernel_size, self.stride, self.dilation, self.groups)
 
     def second_moment(self, inputs: Tensor, *, ones: bool) -> Tensor:
-        """``[groups, D, D]``, or one larger with ``ones``: from the auto-correlation where that is less work."""
-        if torch.compiler.is_compiling():
-            sides = [side for pair in self.padding for side in pair]
-            moment: Tensor = _moment(inputs, self.weight_shape, self.stride, sides, self.dilation, self.groups, ones)
-            return moment
-        images, padding = self._without_strides_of_points(at_least_float32(inputs))
+        """``[groups, D, D]``, or one larger with ``ones``; one operator for the compiler."""
+        if not torch.compiler.is_compiling():
+            return super().second_moment(inputs, ones=ones)
+        sides = [side for pair in self.padding for side in pair]
+        moment: Tensor = _moment(inputs, self.weight_shape, self.stride, sides, self.dilation, self.groups, ones)
+        return moment
+
+    def moments(self, inputs: Tensor, *, sums: bool = True) -> tuple[Tensor, Tensor | None, int]:
+        """The second moment of patches, from the auto-correlation where that is less work."""
+        images, padding = self._without_strides_of_points(inputs)
         stride = [s if k > 1 else 1 for s, k in zip(self.stride, self.kernel_size, strict=True)]
+        geometry = (self.kernel_size, stride, self.dilation)
+        space = [size + sum(sides) for size, sides in zip(images.shape[2:], padding, strict=True)]
+        rows = images.shape[0] * prod(positions(space, *geometry))
+        if images.is_cuda:
+            return *patch_moments(pad_sides(images, padding), *geometry, self.groups, sums=sums), rows
+        images = at_least_float32(images)
         window = Window(self.kernel_size, self.dilation, padding, self.groups)
         if _autocorrelation_pays(window, stride, images):
             moment = patch_moment_by_autocorrelation(images, window)
         else:
-            padded = pad_sides(images, padding)
-            moment = patch_moment(padded, self.kernel_size, stride, self.dilation, self.groups)
-        if not ones:
-            return moment
-        sums, rows = patch_sum(pad_sides(_sum_of(images), padding)[0], self.kernel_size, stride, self.dilation)
-        return with_ones(moment, sums.reshape(self.groups, -1), images.shape[0] * rows)
+            moment, _ = patch_moments(pad_sides(images, padding), *geometry, self.groups)
+        if not sums:
+            return moment, None, rows
+        return moment, patch_sum(pad_sides(_sum_of(images), padding)[0], *geometry).reshape(self.groups, -1), rows
 
     def _without_strides_of_points(self, inputs: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
         """The images and the zeros around them; where the window is a point, only the pixels that it meets."""
@@ -156,8 +163,6 @@ def _sides(padding: Any, kernel_size: Any, dilation: Any) -> tuple[tuple[int, in
 
 def _autocorrelation_pays(window: Window, stride: list[int], images: Tensor) -> bool:
     if any(s > 1 for s in stride) or prod(window.kernel_size) == 1 or 0 in images.shape:
-        return False
-    if images.is_cuda:  # by default cuDNN rounds to TF32, and the difference of two rounded sums may be indefinite
         return False
     channels, space = images.shape[1], tuple(images.shape[2:])
     features = channels // window.groups * prod(window.kernel_size)

@@ -19,8 +19,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from consequent.maths.precision import at_least_float32
-from consequent.maths.products import moment_of_rows, with_ones
+from consequent.maths.products import moment_of_rows, sum_of_rows, with_ones
 
 
 @dataclass(frozen=True)
@@ -122,6 +121,10 @@ class Operation(ABC):
         Returns:
             ``[groups, D, D]``, or ``[groups, D + 1, D + 1]`` with ``ones``, in float32 or better.
         """
-        rows = at_least_float32(self.input_rows(inputs))
-        moment = moment_of_rows(rows)
-        return with_ones(moment, rows.sum(1), rows.shape[1]) if ones else moment
+        moment, sums, rows = self.moments(inputs, sums=ones)
+        return moment if sums is None else with_ones(moment, sums, rows)
+
+    def moments(self, inputs: Tensor, *, sums: bool = True) -> tuple[Tensor, Tensor | None, int]:
+        """``Σ x xᵀ`` of the inputs without the entry 1; ``Σ x``, ``[groups, D]``, if it is asked for; and their rows."""
+        rows = self.input_rows(inputs)
+        return moment_of_rows(rows), sum_of_rows(rows) if sums else None, rows.shape[1]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from consequent.maths.products import moment_of_rows
+from consequent.maths.products import moment_of_rows, sum_of_rows
 
 # A patch matrix is up to kernel-size times larger than its image.
 PATCH_ELEMENTS_AT_ONCE = 2**24
@@ -38,8 +38,8 @@ def patch_rows(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Size
     return view.permute(order).reshape(groups, -1, view.shape[2] * prod(kernel_size))
 
 
-def patch_sum(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Sizes) -> tuple[Tensor, int]:
-    """The sum of all patches of one image, ``[channels, *taps]``, and how many they are.
+def patch_sum(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Sizes) -> Tensor:
+    """The sum of all patches of one image, ``[channels, *taps]``.
 
     Args:
         padded: ``[channels, *space]``, with its padding.
@@ -53,11 +53,16 @@ def patch_sum(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Sizes
         k, s, d = kernel_size[dim - 1], stride[dim - 1], dilation[dim - 1]
         met = [sums[(*[slice(None)] * dim, slice(tap * d, tap * d + (count - 1) * s + 1, s))] for tap in range(k)]
         sums = torch.stack([pixels.sum(dim) for pixels in met], dim=dim)
-    return sums, prod(counts)
+    return sums
 
 
-def patch_moment(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Sizes, groups: int = 1) -> Tensor:
-    """``[groups, D, D]``: the sum of ``x xᵀ`` over all patches, which are formed a few images at a time."""
+def patch_moments(
+    padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Sizes, groups: int = 1, *, sums: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The sum of ``x xᵀ`` over all patches, ``[groups, D, D]``, and if asked for of ``x``, ``[groups, D]``.
+
+    Patches are formed a few images at a time.
+    """
     channels, taps, dims = padded.shape[1] // groups, prod(kernel_size), len(kernel_size)
     view = _patch_view(padded, kernel_size, stride, dilation, groups)
     channels_last = padded.stride(1) == 1 and channels > 1
@@ -66,12 +71,19 @@ def patch_moment(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Si
     ordered = view.permute(1, 0, *range(3, 3 + dims), *inner)
     at_once = max(1, PATCH_ELEMENTS_AT_ONCE // max(1, ordered[:, :1].numel()))
     size = channels * taps
-    moment = padded.new_zeros(groups, size, size)
+    moment = total = None
     for start in range(0, max(1, padded.shape[0]), at_once):
-        moment = moment + moment_of_rows(ordered[:, start : start + at_once].reshape(groups, -1, size))
-    if not channels_last:
-        return moment
-    return moment.view(groups, taps, channels, taps, channels).permute(0, 2, 1, 4, 3).reshape(groups, size, size)
+        rows = ordered[:, start : start + at_once].reshape(groups, -1, size)
+        part = moment_of_rows(rows)
+        moment = part if moment is None else moment + part
+        if sums:
+            total = sum_of_rows(rows) if total is None else total + sum_of_rows(rows)
+    assert moment is not None
+    if channels_last and taps > 1:
+        by_tap = moment.view(groups, taps, channels, taps, channels)
+        moment = by_tap.permute(0, 2, 1, 4, 3).reshape(groups, size, size)
+        total = None if total is None else total.view(groups, taps, channels).mT.reshape(groups, size)
+    return moment, total
 
 
 def _patch_view(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Sizes, groups: int) -> Tensor:
@@ -79,8 +91,12 @@ def _patch_view(padded: Tensor, kernel_size: Sizes, stride: Sizes, dilation: Siz
 
     ``F.unfold`` would copy, one image after the other, and knows only two dimensions.
     """
-    view: Tensor = padded
-    for dim, (k, s, d) in enumerate(zip(kernel_size, stride, dilation, strict=True), start=2):
-        view = view.unfold(dim, d * (k - 1) + 1, s)[..., ::d]
-    by_group: Tensor = view.unflatten(1, (groups, padded.shape[1] // groups))
-    return by_group
+    images, channels, *space = padded.shape
+    per_image, per_channel, *per_pixel = padded.stride()
+    counts = positions(space, kernel_size, stride, dilation)
+    steps = [s * step for s, step in zip(stride, per_pixel, strict=True)]
+    taps = [d * step for d, step in zip(dilation, per_pixel, strict=True)]
+    per_group = channels // groups
+    sizes = (images, groups, per_group, *counts, *kernel_size)
+    strides = (per_image, per_group * per_channel, per_channel, *steps, *taps)
+    return padded.as_strided(sizes, strides)

@@ -26,7 +26,6 @@ from consequent.layers.operation import Operation
 from consequent.layers.patches import Sides, Sizes, pad_sides, patch_rows
 from consequent.layers.windowed import Windowed
 from consequent.maths.precision import at_least_float32
-from consequent.maths.products import with_ones
 
 _CONVOLVE = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 
@@ -155,17 +154,17 @@ class TransposedConvolution(Windowed):
         spread[(slice(None), slice(None), *to)] = inputs[(slice(None), slice(None), *of)]
         return spread
 
-    def second_moment(self, inputs: Tensor, *, ones: bool) -> Tensor:
-        """``[groups, D, D]``, or one larger with ``ones``: one small convolution for all taps that go together."""
+    def moments(self, inputs: Tensor, *, sums: bool = True) -> tuple[Tensor, Tensor | None, int]:
+        """The second moment of patches: one small convolution for all taps that go together."""
         images = at_least_float32(inputs)
         channels, size = inputs.shape[1] // self.groups, self.features
         moment = images.new_zeros(self.groups, channels, *self.kernel_size, channels, *self.kernel_size)
-        sums = images.new_zeros(self.groups, channels, *self.kernel_size)
+        total = images.new_zeros(self.groups, channels, *self.kernel_size)
         known: dict[tuple[tuple[int, int, int], ...], Tensor] = {}
         for together in product(*map(self._taps_that_meet, range(self.dims), inputs.shape[2:])):
             shape = tuple((taps.number, taps.before, taps.after) for taps in together)
             if shape not in known:
-                known[shape] = self._moment_of(inputs, together, ones=ones)
+                known[shape] = self._moment_of(inputs, together, ones=sums)
             part = known[shape]
             counts = [taps.number for taps in together]
             chosen = (slice(None), *(slice(taps.first, None, taps.apart) for taps in together))
@@ -173,12 +172,11 @@ class TransposedConvolution(Windowed):
             blocks = part[:, :features, :features].unflatten(2, (channels, *counts)).unflatten(1, (channels, *counts))
             turned = [*range(2, 2 + self.dims), *range(3 + self.dims, 3 + 2 * self.dims)]
             moment[(slice(None), *chosen, *chosen)] = blocks.flip(turned)  # the last tap meets the first pixel
-            if ones:
+            if sums:
                 last = part[:, :features, features].unflatten(1, (channels, *counts))
-                sums[(slice(None), *chosen)] = last.flip(turned[: self.dims])
-        matrix = moment.view(self.groups, size, size)
+                total[(slice(None), *chosen)] = last.flip(turned[: self.dims])
         rows = images.shape[0] * prod(self.output_space(images.shape[2:]))
-        return with_ones(matrix, sums.view(self.groups, size), rows) if ones else matrix
+        return moment.view(self.groups, size, size), total.view(self.groups, size) if sums else None, rows
 
     def _moment_of(self, inputs: Tensor, together: tuple["_Taps", ...], *, ones: bool) -> Tensor:
         """The second moment of an ordinary convolution that has only these taps."""

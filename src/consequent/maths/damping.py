@@ -57,6 +57,18 @@ class Damping:
         rank = rows.clamp(1, columns) if isinstance(rows, Tensor) else max(min(rows, columns), 1)
         return torch.where(trace > 0, value * trace / rank, 1)
 
+    def level_of_mean(self, trace: Tensor, rows: Tensor, rank: Tensor) -> Tensor:
+        """λ for mean second moments, in their units: ``ρ · trace / rank`` if it is relative, 1 for zeros.
+
+        Args:
+            trace: of the mean second moments.
+            rows: N, what the sums were divided by.
+            rank: min(N, D).
+        """
+        if not self.relative or self.value == 0:
+            return self.value / rows
+        return torch.where(trace > 0, self.value * trace / rank, 1)
+
     def is_large(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
         """Whether it is above all rounding of a second moment in this precision, whatever the inputs are."""
         return self.relative and float(self._text) > 1e3 * torch.finfo(dtype).eps * max(min(rows, columns), 1)

@@ -1,0 +1,101 @@
+"""The damped inverse of a second moment with the entry 1 of a bias, as three parts, and the product with it.
+
+For inputs with second moment S, mean s and an entry 1, eliminating that entry leaves
+
+    ``K = (S + λI − s sᵀ / (1 + λ))⁻¹``,    ``m = s / (1 + λ)``,    ``κ = 1 / (1 + λ)``
+
+and a gradient G of the weight with the gradient g of the bias becomes ``U = (G − g mᵀ) K`` with ``u = κ g − U m``.
+So weights and biases need not be put together in memory. All are means over rows, and λ counts in these units.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from consequent.maths.damping import Damping
+from consequent.maths.factorisation import damped_inverse, improved_inverse
+
+
+NEAR_ENOUGH = 0.2  # of an inverse after one step of improving it, which the second one squares
+
+
+class Inverse(NamedTuple):
+    """K, m and κ of many groups.
+
+    Attributes:
+        matrix: K, ``[groups, D, D]``.
+        shift: m, ``[groups, D]``; zeros where there is no bias.
+        unit: κ, ``[groups]``.
+        trace: of S, and of the entry 1.
+        failed: how many factorisations failed.
+    """
+
+    matrix: Tensor
+    shift: Tensor
+    unit: Tensor
+    trace: Tensor
+    failed: int | Tensor = 0
+
+    def of(self, place: slice) -> "Inverse":
+        """That of some of the groups."""
+        return Inverse(self.matrix[place], self.shift[place], self.unit[place], self.trace[place])
+
+
+class Rows(NamedTuple):
+    """Numbers of each group.
+
+    Attributes:
+        count: N, by which a second moment's sum was divided,
+        rank: and what relative damping divides the trace by.
+        ones: 1 where there is a bias.
+    """
+
+    count: Tensor
+    rank: Tensor
+    ones: Tensor
+
+
+def inverse_of(
+    moment: Tensor, mean: Tensor, rows: Rows, damping: Damping, *, is_large: bool, start: Tensor | None = None
+) -> Inverse:
+    """K, m and κ.
+
+    Args:
+        moment: S, ``[groups, D, D]``.
+        mean: s, ``[groups, D]``.
+        rows: numbers of each group.
+        damping: λ.
+        is_large: whether λ is above all rounding.
+        start: the inverse of moments that were much the same. It is improved, if it is near enough.
+    """
+    diagonal = moment.diagonal(dim1=-2, dim2=-1)
+    trace = diagonal.sum(-1) + rows.ones
+    level = damping.level_of_mean(trace, rows.count, rows.rank)
+    unit = rows.ones / (1 + level)
+    shift = mean * unit[:, None]
+    centred = torch.baddbmm(moment, shift[:, :, None], mean[:, None, :], alpha=-1)
+    if start is not None:
+        matrix, distance = improved_inverse(centred, level, start)
+        if float(distance) < NEAR_ENOUGH:
+            return Inverse(matrix, shift, unit, trace)
+    matrix, failed = damped_inverse(centred, level, is_large=is_large, whole=diagonal)
+    return Inverse(matrix, shift, unit, trace, failed)
+
+
+def multiplied(gradient: Tensor, bias_gradient: Tensor | None, inverse: Inverse) -> tuple[Tensor, Tensor | None, Tensor]:
+    """``U``, ``u`` and the energy ``⟨U, G⟩ + ⟨u, g⟩``, of all groups together.
+
+    Args:
+        gradient: G, ``[groups, outputs, D]``.
+        bias_gradient: g, ``[groups, outputs]``; None without a bias.
+        inverse: K, m and κ.
+    """
+    if bias_gradient is None:
+        update = gradient @ inverse.matrix
+        return update, None, (update * gradient).sum()
+    centred = torch.baddbmm(gradient, bias_gradient[:, :, None], inverse.shift[:, None, :], alpha=-1)
+    update = centred @ inverse.matrix
+    own = inverse.unit[:, None] * bias_gradient
+    energy = (update * centred).sum() + (own * bias_gradient).sum()
+    return update, own - (update @ inverse.shift[:, :, None]).squeeze(-1), energy
