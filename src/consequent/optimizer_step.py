@@ -138,19 +138,27 @@ class Rates:
 
     def of(self, parameters: Sequence[Tensor]) -> Any:
         """The highest of these parameters' rates; 0 if the optimiser holds none of them."""
-        rates = [self._of(parameter) for parameter in parameters if id(parameter) in self.groups]
-        if any(isinstance(rate, Tensor) for rate in rates):  # which the host does not look at
-            rates = [torch.stack([torch.as_tensor(rate, device=parameters[0].device) for rate in rates]).amax()]
-        return max(rates, default=0.0) / self._scale
+        highest: Any = 0.0
+        for parameter in parameters:
+            rate = self._of(parameter)
+            if isinstance(rate, Tensor) or isinstance(highest, Tensor):  # which the host does not look at
+                pair = [torch.as_tensor(one, device=parameter.device) for one in (rate, highest)]
+                highest = torch.maximum(*pair)
+            elif rate > highest:
+                highest = rate
+        return highest / self._scale
 
     def _of(self, parameter: Tensor) -> Any:
-        group = self.groups[id(parameter)]
+        group = self.groups.get(id(parameter))
+        if group is None:
+            return 0.0
         if group.get("dampening"):  # of which a parameter's first gradient is free
             is_first = self._states.get(parameter, {}).get("momentum_buffer") is None
             return rate_in_the_long_run(group, is_first=is_first)
-        if id(group) not in self._known:
-            self._known[id(group)] = rate_in_the_long_run(group)
-        return self._known[id(group)]
+        known = self._known.get(id(group))
+        if known is None:
+            known = self._known[id(group)] = rate_in_the_long_run(group)
+        return known
 
 
 def _is_alone() -> bool:

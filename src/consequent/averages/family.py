@@ -9,10 +9,10 @@ from torch import Tensor
 from consequent.averages.average import Average, AveragedLayer
 from consequent.averages.gradients import Corrected
 from consequent.averages.observer import add_waiting
-from consequent.maths.inverse import Inverse, Rows, inverse_of
+from consequent.maths.inverse import Inverse, Known, Rows, inverse_of
 
 AT_ONCE = 2**26  # elements of the moments of a family: 256 MiB, and a few times as much while they are inverted
-WIDE = 512  # features, from which on the last inverse is improved where it can be
+WIDE = 256  # features, from which on the last inverse is improved where it can be
 
 
 class Key(NamedTuple):
@@ -67,7 +67,7 @@ class Family:
                 known.moment, known.mean = self._moments[place], self._means[place]
         self._corrected: list[Corrected] | None = None
         self._ones: list[bool] = []
-        self._last = torch.empty(0)  # the matrices of the last inverse
+        self._known = Known(torch.empty(0))
 
     def observe(self) -> None:
         """An observation begins."""
@@ -141,17 +141,17 @@ class Family:
                 column += [number] * (place.stop - place.start)
         damping, rows = self.layers[0].damping, Rows(*self._numbers(numbers))
         is_large = damping.is_large(int(max(numbers[1])), self.key.features + 1, self._moments.dtype)
-        start = self._last if ones == self._ones and self._is_settled() else None
-        inverse = inverse_of(self._moments, self._means, rows, damping, is_large=is_large, start=start)
-        self._last = inverse.matrix
+        known = self._known if ones == self._ones and self._is_settled() else None
+        inverse = inverse_of(self._moments, self._means, rows, damping, is_large=is_large, known=known)
+        self._known.matrix = inverse.matrix
         return inverse
 
     def _is_settled(self) -> bool:
         """Whether one observation changes the averages little, on a device that is fast at products above all."""
         if self.key.device.type != "cuda" or not torch.backends.cuda.matmul.allow_tf32 or self.key.features < WIDE:
             return False
-        known = [layer.average for layer in self.layers]
-        return all(one is not None and self.key.features <= one.rows <= 0.3 * one.weight for one in known)
+        averages = [layer.average for layer in self.layers]
+        return all(one is not None and one.rows <= 0.3 * one.weight for one in averages)
 
     def _numbers(self, columns: list[list[float]]) -> Tensor:
         return on_device(torch.tensor(columns, dtype=self.key.dtype), self.key.device)

@@ -131,9 +131,10 @@ class InputObserver(Replacement):
             self.waiting = Waiting(operation, inputs)
             return inputs
         for of, its in ((operation, inputs),) if waiting is None else (waiting, (operation, inputs)):
-            moment, sums, _ = of.moments(its)
+            moment, sums, _ = of.moments(its, sums=self.module.bias is not None)
             self.moment.add_(moment)
-            self.sums.add_(sums)
+            if sums is not None:
+                self.sums.add_(sums)
         return inputs
 
 

@@ -77,29 +77,32 @@ def damped_inverse(
     return Solved(inverse, int(_failed(matrix, is_sound)))
 
 
-def improved_inverse(matrix: Tensor, damping: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Two Newton–Schulz steps, ``Y ← 2Y − Y(matrix + λI)Y``: products alone, of which GPUs are capable of many.
+def improved_inverse(matrix: Tensor, damping: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Newton–Schulz steps, ``Y ← 2Y − Y(matrix + λI)Y``: products alone, of which GPUs are capable of many.
 
     Args:
-        matrix: ``[groups, n, n]``, symmetric. It is overwritten.
+        matrix: ``[groups, n, n]``, symmetric.
         damping: λ, ``[groups]``.
         start: Y.
+        steps: how many, at least one.
 
     Returns:
-        Y, and about how far it was from the inverse after the first step: ``‖I − (matrix + λI) Y‖``, of all groups the
-        largest. The second step squares it.
+        Y, and about how far it was from the inverse before the last step, ``‖I − (matrix + λI) Y‖``, of all groups the
+        largest. The last step squares it.
     """
-    matrix.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
-    once = torch.baddbmm(start, start, matrix @ start, beta=2, alpha=-1)
-    product = matrix @ once
+    damped = matrix.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
+    inverse = product = start
+    for _ in range(steps):
+        product = damped @ inverse
+        inverse = torch.baddbmm(inverse, inverse, product, beta=2, alpha=-1)
     # Power iteration, from any vector that no structure of a network is orthogonal to.
     vector = torch.arange(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device).sin()[None, :, None]
-    last = vector.expand(len(matrix), -1, -1)
+    vector = vector.expand(len(matrix), -1, -1)
     for _ in range(3):
-        last = last / torch.linalg.vector_norm(last, dim=1, keepdim=True)
-        last = last - product @ last
-    distance = torch.linalg.vector_norm(last, dim=1).amax()
-    return torch.baddbmm(once, once, product, beta=2, alpha=-1), distance
+        vector = vector / torch.linalg.vector_norm(vector, dim=1, keepdim=True)
+        vector = vector - product @ vector
+    return inverse, torch.linalg.vector_norm(vector, dim=1).amax()
 
 
 def _inverse_on_device(factor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ and a gradient G of the weight with the gradient g of the bias becomes ``U = (G 
 So weights and biases need not be put together in memory. All are means over rows, and λ counts in these units.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from consequent.maths.damping import Damping
 from consequent.maths.factorisation import damped_inverse, improved_inverse
 
 
-NEAR_ENOUGH = 0.2  # of an inverse after one step of improving it, which the second one squares
+NEAR_ENOUGH = 0.2  # of an inverse before the last step that improves it, which squares the distance
+MOST_STEPS = 4
 
 
 class Inverse(NamedTuple):
@@ -56,8 +58,33 @@ class Rows(NamedTuple):
     ones: Tensor
 
 
+@dataclass
+class Known:
+    """An inverse of moments that were much the same, which is improved if it is near enough.
+
+    Attributes:
+        matrix: K.
+        steps: in which it is improved; 0 for some time after four were not enough.
+    """
+
+    matrix: Tensor
+    steps: int = 2
+
+    def improved(self, moment: Tensor, level: Tensor) -> Tensor | None:
+        """The inverse of another moment; None if this one is too far from it. The host waits for one number."""
+        if self.steps <= 0:
+            self.steps += 1  # from below 0
+            return None
+        matrix, distance = improved_inverse(moment, level, self.matrix, self.steps)
+        if not float(distance) < NEAR_ENOUGH:
+            self.steps = self.steps + 1 if self.steps < MOST_STEPS else -MOST_STEPS
+            return None
+        self.steps -= self.steps > 2 and float(distance) < NEAR_ENOUGH**2
+        return matrix
+
+
 def inverse_of(
-    moment: Tensor, mean: Tensor, rows: Rows, damping: Damping, *, is_large: bool, start: Tensor | None = None
+    moment: Tensor, mean: Tensor, rows: Rows, damping: Damping, *, is_large: bool, known: Known | None = None
 ) -> Inverse:
     """K, m and κ.
 
@@ -67,7 +94,7 @@ def inverse_of(
         rows: numbers of each group.
         damping: λ.
         is_large: whether λ is above all rounding.
-        start: the inverse of moments that were much the same. It is improved, if it is near enough.
+        known: the last one.
     """
     diagonal = moment.diagonal(dim1=-2, dim2=-1)
     trace = diagonal.sum(-1) + rows.ones
@@ -75,10 +102,9 @@ def inverse_of(
     unit = rows.ones / (1 + level)
     shift = mean * unit[:, None]
     centred = torch.baddbmm(moment, shift[:, :, None], mean[:, None, :], alpha=-1)
-    if start is not None:
-        matrix, distance = improved_inverse(centred, level, start)
-        if float(distance) < NEAR_ENOUGH:
-            return Inverse(matrix, shift, unit, trace)
+    improved = None if known is None else known.improved(centred, level)
+    if improved is not None:
+        return Inverse(improved, shift, unit, trace)
     matrix, failed = damped_inverse(centred, level, is_large=is_large, whole=diagonal)
     return Inverse(matrix, shift, unit, trace, failed)
 
