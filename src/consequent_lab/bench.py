@@ -2,22 +2,18 @@
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal
 
-from rich.console import Console
-
-from consequent_lab.bench_tables import cost_table, verdicts
 from consequent_lab.records import device_name, measured_on, write_json
 from consequent_lab.screen import console
 from consequent_lab.train_command import chosen_device
 
-if TYPE_CHECKING:  # The command line reads this file for its options; torch is imported when needed.
-    from consequent_lab.timing import Plan
-
-T = TypeVar("T")
+Record = dict[str, Any]
+SCALING = "scaling"  # what the figure is drawn from, measured only if it is asked for
 
 
 @dataclass(frozen=True)
@@ -29,80 +25,82 @@ class Bench:
     output: Path = Path("bench.json")
     """The JSON file."""
     only: tuple[str, ...] = ()
-    """Names of the measurements to take, as in the JSON file; none: all of them."""
-    repeats: int | None = None
-    """Samples of every contestant; None: 50 on a GPU, 60 on a CPU, fewer where time runs out."""
+    """What to measure, as named in the JSON file, or how its name begins; none: all but `scaling`."""
     tables: tuple[Path, ...] = ()
-    """Print the table of these JSON files in Markdown, and measure nothing."""
+    """Print the tables of these JSON files in Markdown, and measure nothing."""
+    figure: Path | None = None
+    """Draw what `--only scaling` has measured (.svg, .png or .pdf)."""
     quick: bool = False
     """Tiny networks that only show that everything works; on the CPU unless a device is named."""
 
     def __post_init__(self) -> None:
-        if self.repeats is not None and self.repeats < 1:
-            raise ValueError(f"--repeats must be at least 1, got {self.repeats}")
         if self.output.suffix != ".json":
             raise ValueError(f"--output must end in .json, got {self.output}")
+        if self.figure is not None and self.figure.suffix not in (".svg", ".png", ".pdf"):
+            raise ValueError(f"--figure must end in .svg, .png or .pdf, got {self.figure}")
 
     def run(self) -> None:
         """Measures, shows the result and writes it."""
-        start = time.perf_counter()
-        if self.tables:
-            _print_table(self.tables)
-            return
-        device = "cpu" if self.quick and self.device == "auto" else chosen_device(self.device)
-        screen = console()
-        screen.print(f"Speed on {device_name(device)}{', quick' if self.quick else ''}")
-        self._measure(screen, device)
-        screen.print(f"Time: {time.perf_counter() - start:.0f} s")
+        from consequent_lab.bench_tables import scaling_figure, tables
 
-    def _measure(self, screen: Console, device: str) -> None:
+        records = [json.loads(path.read_text(encoding="utf-8")) for path in self.tables]
+        for path, record in zip(self.tables, records, strict=True):
+            if record.get("study") != "speed":
+                raise ValueError(f"--tables {path}: not a file of consequent bench")
+        if records:
+            print("\n".join(tables(records)))
+        else:
+            records = [self._measured()]
+        if self.figure is not None:
+            from consequent_lab.report.static import draw_once
+
+            draw_once(scaling_figure(records), [self.figure])
+
+    def _measured(self) -> Record:
         from rich.markdown import Markdown
 
+        from consequent_lab.bench_tables import cost, tables
         from consequent_lab.rounding import tf32
-        from consequent_lab.speed import play
-        from consequent_lab.targets import matches
 
-        record = new_record("speed", device, quick=self.quick) | {"rows": [], "measurements": []}
-        for match in chosen(self.only, {one.name: one for one in matches(device, quick=self.quick)}):
-            start = time.perf_counter()
+        screen, start = console(), time.perf_counter()
+        device = "cpu" if self.quick and self.device == "auto" else chosen_device(self.device)
+        screen.print(f"Speed on {device_name(device)}{', quick' if self.quick else ''}")
+        record = {"study": "speed", "quick": self.quick, **measured_on(device), "rows": [], SCALING: []}
+        for name, measure in chosen(self.only, self._measurements(device)).items():
+            begin = time.perf_counter()
             with tf32(allowed=True):
-                rows, measurement = play(match, device, self._plan(device), judge=not self.quick)
-            record["rows"] += rows
-            record["measurements"].append(measurement)
-            write_json(self.output, record)  # after every match: an interrupted bench is not lost
-            seconds = time.perf_counter() - start
-            screen.print(f"{match.name}: {match.task.title}, {match.mode}: {seconds:.0f} s")
-        screen.print(Markdown("\n".join(cost_table([record]))))
-        for line in verdicts(record["rows"]):
-            screen.print(line, soft_wrap=True)
-        screen.print(f"Numbers: {self.output}")
+                rows = measure()
+            rows = [row | {"wanted": None} for row in rows] if self.quick else rows  # which judges nothing
+            record[SCALING if name.startswith(SCALING) else "rows"] += rows
+            write_json(self.output, record)  # after each of them: an interrupted bench is not lost
+            found = ", ".join(row["error"] or f"{row['way']} {cost(row)}" for row in rows)
+            screen.print(f"{name}: {found} ({time.perf_counter() - begin:.0f} s)", soft_wrap=True)
+        screen.print(Markdown("\n".join(tables([record]))))
+        screen.print(f"Numbers: {self.output}   Time: {time.perf_counter() - start:.0f} s")
+        return record
 
-    def _plan(self, device: str) -> "Plan":
+    def _measurements(self, device: str) -> dict[str, Callable[[], list[Record]]]:
+        from consequent_lab.speed import first_steps, play
+        from consequent_lab.targets import matches, scaling
         from consequent_lab.timing import Plan
 
-        if self.quick:
-            return Plan(self.repeats or 5, seconds=1, sample_seconds=0.005)
+        plan = Plan(60, seconds=30)
         if device == "cuda":
-            return Plan(self.repeats or 50, seconds=6, sample_seconds=0.05, warm_up=20)
-        return Plan(self.repeats or 60, seconds=40)
+            plan = Plan(20, seconds=3, sample_seconds=0.05, warm_up=10)
+        if self.quick:
+            plan = Plan(5, seconds=0.5, sample_seconds=0.002)
+        short = replace(plan, seconds=min(plan.seconds, 2))
+        return {
+            **{match.name: partial(play, match, device, plan) for match in matches(device, quick=self.quick)},
+            "first-step": partial(first_steps, device, quick=self.quick),
+            **{match.name: partial(play, match, device, short) for match in scaling(device, quick=self.quick)},
+        }
 
 
-def chosen(names: Sequence[str], measurements: dict[str, T]) -> list[T]:
-    """Returns the measurements that --only names; all if it names none."""
-    unknown = [name for name in names if name not in measurements]
+def chosen(beginnings: Sequence[str], measurements: dict[str, Any]) -> dict[str, Any]:
+    """Returns the measurements whose names begin so; if none is asked for, all but those of the figure."""
+    beginnings = tuple(beginnings) or tuple(name for name in measurements if not name.startswith(SCALING))
+    unknown = [one for one in beginnings if not any(name.startswith(one) for name in measurements)]
     if unknown:
         raise ValueError(f"--only {' '.join(unknown)} is unknown here; there are {', '.join(measurements)}")
-    return [measurement for name, measurement in measurements.items() if not names or name in names]
-
-
-def new_record(study: str, device: str, *, quick: bool) -> dict[str, Any]:
-    """Returns what every JSON file of measurements begins with."""
-    return {"study": study, "quick": quick, **measured_on(device)}
-
-
-def _print_table(paths: tuple[Path, ...]) -> None:
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    for path, record in zip(paths, records, strict=True):
-        if record.get("study") != "speed":
-            raise ValueError(f"--tables {path}: not a file of consequent bench")
-    print("\n".join(cost_table(records)))
+    return {name: its for name, its in measurements.items() if name.startswith(beginnings)}

@@ -1,150 +1,138 @@
-"""What a consequentialist step may cost: the one table of measurements and targets."""
+"""What a corrected step may cost: the one table of measurements and of what is wanted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from consequent_lab.models import LanguageModel, mlp, residual_net, resnet20, resnet50
-from consequent_lab.workloads import Entrant, Task
+from consequent_lab.models import LanguageModel, mlp, resnet20, resnet50
+from consequent_lab.workloads import Work
 
-PERIOD = 10  # of averages: inputs are looked at in one step of ten
+Wanted = Mapping[str, float | None]  # the most that each way may cost, in plain steps; None: whatever it costs
 
-# Ways to be corrected: what the entrant's name ends in, and what `attach` is told.
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "own": ("", {"averaging": 0}),
-    "averages": (", averages", {"averaging": 0.9, "refresh": PERIOD}),
+PLAIN, BATCH_NORM = "plain", "with BatchNorm"
+# Ways of taking a step, and what `attach` is told where it is corrected.
+WAYS: dict[str, dict[str, Any] | None] = {
+    PLAIN: None,
+    BATCH_NORM: None,
+    "own inputs": {"averaging": 0},
+    "averages 10": {"averaging": 0.95, "refresh": 10},
+    "averages 30": {"averaging": 0.95, "refresh": 30},
+    "cheaper": {"averaging": "auto", "refresh": 10},  # of the two, layer by layer
 }
 
-
-@dataclass(frozen=True)
-class Comparison:
-    """The quotient of an entrant and another one, and the most that it should be, if there is a target."""
-
-    ours: str
-    baseline: str
-    target: float | None = None
-    quantity: str = "time"  # or "memory"
+NAMES = ("mlp-32", "mlp-128", "mlp-2048", "resnet20", "resnet50", "gpt2")
+OF_MLP: Wanted = {"averages 10": 1.2, "averages 30": 1.1}
+# CUDA graphs come last: a capture that fails may leave the process in a state that slows the others.
+GPU: dict[str, dict[str, Wanted]] = {
+    "eager": {
+        "mlp-32": {"own inputs": 1.4, **OF_MLP},
+        "mlp-128": {"own inputs": 1.5, **OF_MLP},
+        "mlp-512": {"own inputs": 1.8},
+        "mlp-2048": OF_MLP,
+        "resnet20": {BATCH_NORM: None, "own inputs": 1.9, "averages 10": 1.2, "averages 30": 1.12},
+        "resnet50": {"averages 10": 1.2, "averages 30": 1.08},
+        "gpt2": {"averages 10": 1.12, "averages 30": 1.05},
+    },
+    "peak memory": {"resnet20": {"own inputs": 1.15}, "gpt2": {"averages 10": 1.15}},
+    "compiled": {name: {"averages 10": 1.25, "averages 30": 1.15} for name in NAMES},
+    "reduce-overhead": {f"mlp-{batch}": {"own inputs": most} for batch, most in ((32, 1.05), (128, 1.15), (512, 1.8))},
+    "CUDA graph": {
+        **{f"mlp-{batch}": {"own inputs": most} for batch, most in ((32, 0.9), (128, 1.3), (512, 2.2))},
+        "resnet20": {"own inputs": 1.2},
+    },
+}
+CPU: dict[str, dict[str, Wanted]] = {
+    "eager": {
+        **{name: {"own inputs": 1.15, "cheaper": 1.15} for name in ("mlp-32", "mlp-128")},
+        "resnet20": {"own inputs": 1.9, "averages 10": 1.15, "cheaper": 1.15},
+        **{name: {"own inputs": None, "averages 10": None, "cheaper": 1.3} for name in ("small-mlp", "small-cnn")},
+    }
+}
+FIRST_STEP = {"cold": 6.0, "warm": 1.0}  # seconds more than a plain one, by what the compilers' caches are
 
 
 @dataclass(frozen=True)
 class Match:
-    """Entrants that are timed in turns on one task."""
+    """Steps that are timed in turns: plain ones and corrected ones, with the most that those may cost."""
 
     name: str
-    task: Task
-    entrants: tuple[Entrant, ...]
-    comparisons: tuple[Comparison, ...]
-    graph: bool = False  # each step is replayed as a CUDA graph
-    period: int = 1  # samples are of whole multiples of so many steps, where these differ
+    work: Work
+    mode: str
+    wanted: Wanted
+    point: Mapping[str, Any] = field(default_factory=dict)  # of the figure: its sizes, and which of them is varied
 
     @property
-    def mode(self) -> str:
-        """How steps are taken."""
-        return "CUDA graph" if self.graph else "eager"
+    def period(self) -> int:
+        """After how many steps all has been done that is done now and then."""
+        return max(int((WAYS[way] or {}).get("refresh", 1)) for way in self.wanted)
+
+    def work_of(self, way: str) -> Work:
+        """Returns the work; with BatchNorm it is another network's."""
+        return replace(self.work, model=partial(resnet20, True)) if way == BATCH_NORM else self.work
 
 
-@dataclass(frozen=True)
-class Case:
-    """A network that learns a task with one of torch's optimisers, and the most that its C- versions may cost."""
-
-    name: str
-    task: Task
-    model: Callable[[], nn.Module]
-    family: str  # the optimiser's name,
-    optimizer: str  # and as `plain_optimizer` calls it
-    eager: float | None  # with own inputs
-    graph: float | None = None  # the same in CUDA graphs
-    averages: float | None = None  # by averages
-    memory: dict[str, float | None] = field(default_factory=dict)  # peaks with own inputs, by baseline
-    options: dict[str, Any] = field(default_factory=dict)  # of the correction
-    rival: Entrant | None = None  # another one to be compared with, beside that optimiser
-    rival_eager: float | None = None
-    rival_graph: float | None = None
-
-    def match(self, *, graph: bool = False) -> Match:
-        """Returns the optimiser against its C- versions with the default damping.
-
-        CUDA graphs cannot look at inputs now and then, as averages do, and their memory is not counted.
-        """
-        ours = {
-            way: Entrant(f"C-{self.family}{ending}", self.model, self.optimizer, settings | self.options, way)
-            for way, (ending, settings) in WAYS.items()
-            if not (graph and way == "averages")
-        }
-        own, entrants = ours["own"].name, (Entrant(self.family, self.model, self.optimizer), *ours.values())
-        comparisons = [Comparison(own, self.family, self.graph if graph else self.eager)]
-        if not graph:
-            comparisons += [Comparison(own, other, most, "memory") for other, most in self.memory.items()]
-            comparisons.append(Comparison(ours["averages"].name, self.family, self.averages))
-        if self.rival is not None:
-            entrants = (self.rival, *entrants)
-            comparisons.insert(0, Comparison(own, self.rival.name, self.rival_graph if graph else self.rival_eager))
-        name, period = (f"{self.name}-graph", 1) if graph else (self.name, PERIOD)
-        return Match(name, self.task, entrants, tuple(comparisons), graph, period)
-
-
-def matches(device: str, *, quick: bool = False) -> tuple[Match, ...]:
-    """Returns all matches on a device, or quick ones, of tiny networks.
-
-    Those with CUDA graphs come last: a capture that fails may leave the process in a state that slows the others.
-    """
-    residual, *others = _cases(quick)
-    if device == "cuda":
-        return tuple(case.match(graph=graph) for graph in (False, True) for case in (residual, *others))
-    plain = Case(residual.name, residual.task, residual.model, "SGD", "sgd", 1.6)
-    return replace(others[0], eager=1.2).match(), plain.match()
-
-
-def _cases(quick: bool) -> list[Case]:
-    """Returns what is measured on a GPU: ResNet-20, perceptrons, ResNet-50 and GPT-2; the first two on CPUs, too."""
-    residual = Task("ResNet-20, batch 128", (128, 3, 32, 32), channels_last=True)
-    residual_model: Callable[[bool], nn.Module] = resnet20
-    imagenet = Task(
-        "ResNet-50, 64 images of 224², bfloat16", (64, 3, 224, 224), 1000, channels_last=True, autocast=True
-    )
-    language = Task("GPT-2 small, 8×1024 tokens, bfloat16", (8, 1024), 50257, tokens=True, autocast=True)
-    language_model: Callable[[], nn.Module] = LanguageModel
-    perceptrons = [
-        _perceptron("mlp", 32, 3072, (800,) * 8, 1.3, 1.10),
-        _perceptron("mlp-128", 128, 3072, (800,) * 8, 1.5, 1.25),
-        _perceptron("mlp-512", 512, 3072, (800,) * 8, 1.7, 1.6),
-        _perceptron("mlp-2048", 2048, 3072, (800,) * 8, 2.0, 2.0),
-        _perceptron("mlp-256-wide", 256, 256, (256,) * 5, 1.5, 1.3),
-        _perceptron("mlp-256-wide-16384", 16384, 256, (256,) * 5, 1.5, 1.5),
-        _perceptron("mlp-1024-wide", 1024, 1024, (1024,) * 5, 2.0, 2.0),
-    ]
-    if quick:
-        residual = replace(residual, title="ResNet-8, batch 8, 16² pixels", shape=(8, 3, 16, 16))
-        residual_model = partial(residual_net, (4, 8, 16), 1)
-        imagenet = replace(imagenet, title="ResNet-50, 2 images of 64², bfloat16", shape=(2, 3, 64, 64))
-        language = replace(language, title="GPT of 2 layers, 2×64 tokens, bfloat16", shape=(2, 64), classes=256)
-        language_model = partial(LanguageModel, layers=2, width=64, heads=4, context=64, vocabulary=256)
-        perceptrons = [
-            _perceptron("mlp", 16, 64, (64, 64), 1.3, 1.10),
-            _perceptron("mlp-128", 128, 64, (64, 64), 1.5, 1.25),
-        ]
-    plain, normalised, tokens = "Nesterov", "Nesterov + BN", language.shape[1]
+def matches(device: str, *, quick: bool = False) -> list[Match]:
+    """Returns all matches on a device, or quick ones, of tiny networks."""
+    known = works(quick=quick)
     return [
-        Case(
-            *("resnet20", residual, partial(residual_model, False), plain, "nesterov", None, 1.12, 1.25),
-            memory={plain: 1.2, normalised: None},
-            rival=Entrant(normalised, partial(residual_model, True), "nesterov"),
-            rival_eager=1.15,
-            rival_graph=1.0,
-        ),
-        *perceptrons,
-        Case("resnet50", imagenet, resnet50, plain, "nesterov", 1.5, 1.5, 1.15, {plain: None}),
-        Case(
-            *("gpt2", language, language_model, "AdamW", "adamw", 1.4, 1.3, 1.15),
-            memory={"AdamW": None},
-            options={"loss_reduction": lambda sequences: sequences * tokens},
-        ),
+        Match(f"{name}-{mode.replace(' ', '-').lower()}", known[name], mode, its)
+        for mode, wanted in (GPU if device == "cuda" else CPU).items()
+        for name, its in wanted.items()
     ]
 
 
-def _perceptron(name: str, batch: int, inputs: int, hidden: tuple[int, ...], eager: float, graph: float) -> Case:
-    task = Task(f"MLP {inputs}-{len(hidden)}×{hidden[0]}-10, batch {batch}", (batch, inputs))
-    return Case(name, task, partial(mlp, inputs, hidden, 10), "SGD", "sgd", eager, graph)
+def scaling(device: str, *, quick: bool = False) -> list[Match]:
+    """Returns the points of the figure: perceptrons of which width, depth and batch vary, one at a time."""
+    gpu = device == "cuda"
+    axes: dict[str, tuple[int, ...]] = {
+        "width": (64, 256, 512, 1024, 4096) if gpu else (64, 128, 256, 512, 1024),
+        "depth": (2, 4, 8, 16, 32),
+        "batch": (8, 32, 128, 1024, 8192) if gpu else (8, 32, 128, 512, 1024),
+    }
+    middle = {"width": 512 if gpu else 256, "depth": 4, "batch": 128}
+    if quick:
+        axes, middle = dict.fromkeys(axes, (2, 4)), dict.fromkeys(axes, 4)
+    wanted = dict.fromkeys(way for way in ("own inputs", "averages 10", "cheaper") if not (gpu and way == "cheaper"))
+    points = [(axis, {**middle, axis: value}) for axis, values in axes.items() for value in values]
+    return [
+        Match(f"scaling-{axis}-{its[axis]}", _perceptron(**its), "eager", wanted, point={"axis": axis, **its})
+        for axis, its in points
+    ]
+
+
+def works(*, quick: bool = False) -> dict[str, Work]:
+    """Returns what is learnt, by name; quick: by tiny networks, or from little."""
+    images, large, text = ((2, 16), (2, 64), (2, 64)) if quick else ((128, 32), (64, 224), (8, 1024))
+    layers, width, heads, context, words = (2, 64, 4, 64, 256) if quick else (12, 768, 12, 1024, 50257)
+    return {
+        **{f"mlp-{n}": _perceptron(64, 2, n) if quick else _perceptron(800, 8, n, 3072) for n in (32, 128, 512, 2048)},
+        "small-mlp": _perceptron(256, 3, 128),
+        "small-cnn": _images("CNN 8-16", _small_network, 32, 16),
+        "resnet20": _images("ResNet-20", partial(resnet20, False), *images, optimizer="nesterov"),
+        "resnet50": _images("ResNet-50, bfloat16", resnet50, *large, optimizer="nesterov", classes=1000, autocast=True),
+        "gpt2": Work(
+            f"GPT-2 small, bfloat16, {text[0]}×{text[1]} tokens",
+            partial(LanguageModel, layers, width, heads, context, words),
+            *(text, words, "adamw", ("head",)),
+            tokens=True,
+            autocast=True,
+        ),
+    }
+
+
+def _perceptron(width: int, depth: int, batch: int, inputs: int | None = None) -> Work:
+    inputs = inputs or width
+    title = f"MLP {inputs}-{depth}×{width}-10, batch {batch}"
+    return Work(title, partial(mlp, inputs, (width,) * depth, 10), (batch, inputs))
+
+
+def _images(name: str, model: Callable[[], nn.Module], batch: int, pixels: int, **options: Any) -> Work:
+    return Work(f"{name}, {batch} images of {pixels}²", model, (batch, 3, pixels, pixels), **options)
+
+
+def _small_network() -> nn.Module:
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU()
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * 8 * 8, 10))

@@ -57,6 +57,8 @@ HUES_OF_OPTIMISERS = {
     "Adam": GREEN,
     "SGD with momentum": PURPLE,
     "RMSprop": YELLOW,
+    "plain": GREY,
+    "cheaper": GREEN,
 }
 # From faint to strong, on a light and on a dark background.
 RAMP = (("#a6cbe3", "#0072b2", "#15264f"), ("#35597a", "#58b2ee", "#e2f2ff"))

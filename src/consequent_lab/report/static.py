@@ -182,7 +182,7 @@ def _scale(axis: Any, log: bool) -> None:
     low, high = axis.get_view_interval()
     decades = math.log10(high / low) if 0 < low < high else 0
     if decades < 2.5:  # few powers of ten, or none: other numbers are needed
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades > 0.7 else (1, 1.2, 1.5, 2, 3, 4, 5, 7)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axis.set_minor_formatter(NullFormatter())
 
