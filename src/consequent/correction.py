@@ -15,7 +15,7 @@ from consequent.describe import describe
 from consequent.layers import kind_of
 from consequent.maths.damping import DEFAULT, DEFAULT_OF_SGD, Damping
 from consequent.minibatch.model_forward import ModelForward
-from consequent.minibatch.own_inputs import OwnInputs
+from consequent.minibatch.own_inputs import Gatherer, OwnInputs
 from consequent.minibatch.product import FAILED
 from consequent.optimizer_step import OptimizerStep
 from consequent.selection import Selection, display_name
@@ -52,6 +52,8 @@ class Correction:
         self.averaged: dict[str, AveragedLayer] = {}
         self._optimizer_steps: list[OptimizerStep] = []
         self._sort(optimizer_of, optimizers[0])
+        self._gatherer = Gatherer(list(self.own_inputs.values())) if self.own_inputs else None
+        self._model_forward.gathers = self._gatherer
         for own in self.own_inputs.values():
             own.put_on()
         if self.own_inputs:
@@ -100,9 +102,10 @@ class Correction:
     @property
     def failed(self) -> int:
         """How many factorisations failed so far, and were solved in another way. On a GPU this waits for it."""
-        told = [own.probe.grad for own in self.own_inputs.values() if own.probe.grad is not None]
-        found = sum(float(grad[FAILED]) for grad in told) + sum(own.failed for own in self.own_inputs.values())
-        return int(found) + sum(int(step.averages.failed) for step in self._optimizer_steps)
+        told = [own.probe.grad for own in self.own_inputs.values()]
+        told += [self._gatherer.probe.grad] if self._gatherer is not None else []
+        found = sum(float(grad[..., FAILED].sum()) for grad in told if grad is not None)
+        return round(found) + sum(step.failed for step in self._optimizer_steps)
 
     @property
     def holds_bound(self) -> bool:

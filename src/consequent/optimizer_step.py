@@ -12,8 +12,9 @@ from consequent.averages.ranks import ranks
 from consequent.averages.step import Averages
 from consequent.maths.bound import rate_in_the_long_run, shortening
 from consequent.maths.precision import may_sync
-from consequent.minibatch.own_inputs import OwnInputs
-from consequent.minibatch.product import CHANGE, PASSES
+from consequent.minibatch.gather import index_of
+from consequent.minibatch.own_inputs import OwnInputs, told_of
+from consequent.minibatch.product import CHANGE, FAILED, PASSES
 
 
 class OptimizerStep:
@@ -42,6 +43,7 @@ class OptimizerStep:
         self._handles: list[Any] = []
         self._under_way: list[Tensor | None] | None = None  # the gradients of the step under way
         self._rates: Rates | None = None
+        self._failed = torch.zeros(())
         for own in own_inputs:
             own.measured = own.measured or self._bound is not None
         if averages.layers or (self._bound is not None and own_inputs):
@@ -52,6 +54,11 @@ class OptimizerStep:
     def holds_bound(self) -> bool:
         """Whether any layer is bounded. Of own inputs, each of several ranks would find another bound."""
         return self._bound is not None and (bool(self.averages.layers) or _is_alone())
+
+    @property
+    def failed(self) -> int:
+        """How many factorisations failed up to the last step."""
+        return round(float(self._failed)) + int(self.averages.failed)
 
     def remove(self) -> None:
         """Leave the optimiser and the layers alone."""
@@ -102,12 +109,16 @@ class OptimizerStep:
         bound = self._bound if len(moving) > 1 else None
         if self.averages.layers:
             self.averages.before_step(bound, rates.of)
-        is_bounded = bound is not None and bool(self._own_inputs) and _is_alone()
+        alike: dict[torch.device, list[OwnInputs]] = {}
         for own in self._own_inputs:
             if own.module.weight in rates:
-                told = own.told()
-                if is_bounded and told is not None:
-                    _shorten(own, told, rates, bound)
+                alike.setdefault(own.module.weight.device, []).append(own)
+        for layers in alike.values():
+            told = told_of(layers)
+            if told is not None:
+                self._failed = self._failed.to(told.device) + told[:, FAILED].sum()
+                if bound is not None and _is_alone():
+                    _shorten(layers, told, rates, bound)
 
 
 class Rates:
@@ -166,21 +177,36 @@ def _is_alone() -> bool:
     return not (dist.is_available() and dist.is_initialized() and ranks() > 1)
 
 
-def _shorten(own: OwnInputs, told: Tensor, rates: Rates, bound: float | None) -> None:
-    """Shorten the gradient of a layer with own inputs if its outputs would change too much.
+def _shorten(layers: Sequence[OwnInputs], told: Tensor, rates: Rates, bound: float) -> None:
+    """Shorten the gradients of layers with own inputs whose outputs would change too much.
 
     Args:
-        own: the layer.
-        told: what its passes have told.
+        layers: on one device.
+        told: what their passes have told.
         rates: of the optimiser.
         bound: β.
     """
-    trained = [p for p in own.parameters if p.grad is not None]
-    if bound is None or not trained:
+    trained = [[p for p in layer.parameters if p.grad is not None] for layer in layers]
+    gradients = [p.grad for its in trained for p in its]
+    if not gradients:
         return
-    gradients = [p.grad for p in trained]
-    squares = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).square().sum()
-    factor = shortening(bound, rates.of(trained) ** 2 * squares * told[CHANGE] / told[PASSES])
-    if not may_sync(factor) or factor < 1:
-        for gradient in gradients:
-            gradient.mul_(factor)
+    index = index_of(tuple([place for place, its in enumerate(trained) for _ in its]), told.device)
+    norms = torch.stack(torch._foreach_norm(gradients))
+    squares = norms.new_zeros(len(layers)).index_add_(0, index, norms.square())
+    squared_changes = _squares([rates.of(its) for its in trained], told.device) * squares * told[:, CHANGE]
+    factors = shortening(bound, squared_changes / told[:, PASSES])
+    if not may_sync(factors):
+        torch._foreach_mul_(gradients, list(factors[index].unbind()))
+        return
+    for its, factor in zip(trained, factors.tolist(), strict=True):
+        for p in its if factor < 1 else ():
+            p.grad.mul_(factor)
+
+
+def _squares(rates: Sequence[Any], device: torch.device) -> Any:
+    """Of learning rates, as one number if they are alike."""
+    if any(isinstance(rate, Tensor) for rate in rates):
+        return torch.stack([torch.as_tensor(rate, dtype=torch.float32, device=device) for rate in rates]) ** 2
+    if all(rate == rates[0] for rate in rates):
+        return rates[0] ** 2
+    return torch.tensor(rates).to(device, non_blocking=True) ** 2

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from consequent.maths.bound import relative_change
 from consequent.maths.checks import check_nonnegative, check_positive
 from consequent.maths.damping import Damping
 from consequent.maths.factorisation import damped_solve
@@ -42,7 +41,8 @@ class Update(NamedTuple):
     Attributes:
         weight: ``[groups, out_features, features]``.
         bias: ``[groups, out_features]``; None without one.
-        change: how much it changes the outputs (:func:`consequent.maths.bound.relative_change`); None if not asked for.
+        change: how much it changes the outputs: energy, squared size and trace, ``[3, groups]``, of which a layer's sums
+            are what :func:`consequent.maths.bound.relative_change` takes; None if not asked for.
         failed: how many factorisations failed.
     """
 
@@ -74,8 +74,7 @@ def update_from_samples(
     change = None
     if measured:
         kept = output_grads - level[:, None, None] * coefficients  # XXᵀ A
-        energy, size = (kept * output_grads).sum(), (kept * coefficients).sum()
-        change = relative_change(energy, size, trace.sum(), columns, output_grads.shape[-1])
+        change = torch.stack(((kept * output_grads).sum((1, 2)), (kept * coefficients).sum((1, 2)), trace))
     return Update(coefficients.mT @ inputs, coefficients.sum(-2) if ones else None, change, failed)
 
 
@@ -99,8 +98,7 @@ def update_from_moment(
     solution, failed = damped_solve(moment, gradient.mT, level, is_large=is_large)
     update, change = solution.mT, None
     if measured:
-        energy, size = (update * gradient).sum(), update.square().sum()
-        change = relative_change(energy, size, trace.sum(), columns, gradient.shape[1])
+        change = torch.stack(((update * gradient).sum((1, 2)), update.square().sum((1, 2)), trace))
     weight, bias = (update[..., :-1], update[..., -1]) if ones else (update, None)
     return Update(weight, bias, change, failed)
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from consequent.maths.torch_private import in_backward_pass
 from consequent.minibatch.forwards import Replacement
+from consequent.minibatch.gather import Gathering
 from consequent.minibatch.product import Calls
 
 
@@ -30,10 +31,12 @@ class ForwardPass(NamedTuple):
     Attributes:
         samples: N, the leading dimension of the first tensor that entered; None if none did.
         is_repeated: whether checkpointing computes it once more.
+        gathering: of what its backward passes reach; None: each layer is corrected for itself.
     """
 
     samples: int | None
     is_repeated: bool
+    gathering: Gathering | None = None
 
 
 class ModelForward(Replacement):
@@ -44,6 +47,7 @@ class ModelForward(Replacement):
         weights: how often each is used.
         counters: told of the samples of each pass.
         builds_graphs: whether there was a pass outside of backward passes, so that those inside are repeated ones.
+        gathers: makes what gathers, for each pass.
         correction: whose it is.
     """
 
@@ -53,6 +57,7 @@ class ModelForward(Replacement):
         self.weights: list[WeightCalls] = []
         self.counters: list[Callable[[int], None]] = []
         self.builds_graphs = False
+        self.gathers: Callable[[], Gathering | None] | None = None
         self.correction: Any = None
         self._users = 0
 
@@ -74,7 +79,8 @@ class ModelForward(Replacement):
             return self.plain(self.module, args, kwargs)
         tensor = first_tensor((args, kwargs))
         is_repeated = len(self.counters) > 0 and in_backward_pass() and self.builds_graphs
-        self.current = ForwardPass(None if tensor is None else tensor.shape[0], is_repeated)
+        gathering = None if self.gathers is None or torch.compiler.is_compiling() else self.gathers()
+        self.current = ForwardPass(None if tensor is None else tensor.shape[0], is_repeated, gathering)
         try:
             if self.counters and not in_backward_pass():
                 self.builds_graphs = True
@@ -88,6 +94,8 @@ class ModelForward(Replacement):
             for weight in self.weights:
                 weight.in_last_pass = weight.in_this_pass.number or weight.in_last_pass
             self.current = None
+            if gathering is not None:
+                gathering.aliases = {}  # through which it would hold itself
 
 
 def first_tensor(value: Any) -> Tensor | None:

@@ -1,5 +1,6 @@
 """A layer whose gradient is corrected with each mini-batch's own inputs: how its forward comes to the product."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from consequent.maths.ridge import LossReduction, loss_divisor
 from consequent.maths.torch_private import transforms_are_active
 from consequent.minibatch.forwards import Replacement
 from consequent.minibatch.model_forward import ModelForward, WeightCalls
-from consequent.minibatch.product import FAILED, Calls, Product
+from consequent.minibatch.gather import Gathered, Gathering
+from consequent.minibatch.product import Calls, Product, Way
 
 
 class OwnInputs(Replacement):
@@ -32,7 +34,9 @@ class OwnInputs(Replacement):
         calls: of the weight.
         measured: whether passes are measured for the bound.
         probe: whose gradient tells of backward passes (:mod:`consequent.minibatch.product`).
-        failed: factorisations that it told of before.
+        gatherer: of forward passes,
+        place: the layer's place in there,
+        places: and of all layers that have its weight.
     """
 
     def __init__(
@@ -56,7 +60,9 @@ class OwnInputs(Replacement):
             same_weight.sharing.append(self.module)
         self.probe = _probe(layer.weight)
         self.measured = False
-        self.failed: float | Tensor = 0
+        self.place = 0
+        self.places: list[int] = []
+        self.gatherer: Gatherer | None = None
         self._loss_reduction = loss_reduction
 
     @property
@@ -64,13 +70,6 @@ class OwnInputs(Replacement):
         """The weight, and the biases of all layers that have it."""
         biases = {id(bias): bias for layer in self.sharing if (bias := getattr(layer, "bias", None)) is not None}
         return [self.module.weight, *biases.values()]
-
-    def told(self) -> Tensor | None:
-        """What the passes since the last step have told, and no more from now on; None if nothing."""
-        told, self.probe.grad = self.probe.grad, None
-        if told is not None:
-            self.failed = self.failed + told[FAILED]
-        return told
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The outputs: with the product in place of the layer's own where a gradient may be asked for."""
@@ -96,20 +95,83 @@ class OwnInputs(Replacement):
         if is_compiling and current is not None:
             divisor = divisor / self.calls.in_last_pass
         weight, bias = self.module.weight, getattr(self.module, "bias", None)
-        if owner.probe.device != weight.device:
-            owner.probe = _probe(weight)
-        probe, known_calls = owner.probe, None if is_compiling else calls
+        gathering = None if current is None else current.gathering
+        alias = None if gathering is None else gathering.aliases.get(id(weight))
+        way = Way(self.damping, divisor, None if is_compiling else calls, self.measured)
+        if gathering is not None and alias is not None:
+            weight, bias, probe = alias, gathering.aliases.get(id(bias), bias), None
+            way = way._replace(gathering=gathering, place=self.place)
+        else:
+            if owner.probe.device != weight.device:
+                owner.probe = _probe(weight)
+            probe = owner.probe
 
         def product(operation: Operation, inputs: Tensor) -> Tensor:
             device = inputs.device.type
             if torch.is_autocast_enabled(device) and inputs.dtype is not torch.float64:
                 inputs = inputs.to(torch.get_autocast_dtype(device))
-            outputs: Tensor = Product.apply(  # type: ignore[no-untyped-call]
-                inputs, weight, bias, probe, operation, self.damping, divisor, known_calls, self.measured
-            )
+            outputs: Tensor = Product.apply(inputs, weight, bias, probe, operation, way)  # type: ignore[no-untyped-call]
             return outputs
 
         return product
+
+
+class Gatherer:
+    """Makes what gathers the calls of a forward pass.
+
+    Args:
+        layers: with own inputs.
+    """
+
+    def __init__(self, layers: Sequence[OwnInputs]) -> None:
+        self.layers = list(layers)
+        for place, layer in enumerate(self.layers):
+            layer.place, layer.gatherer = place, self
+            layer.weight_owner.places.append(place)
+        self.probe = torch.empty(0)
+
+    def __call__(self) -> Gathering | None:
+        """For one forward pass; None where nothing is gained by it, or nothing is trained."""
+        weight = self.layers[0].module.weight
+        if not gathers(weight) or transforms_are_active() or _is_tracing():
+            return None
+        if self.probe.device != weight.device or len(self.probe) == 0:
+            self.probe = torch.zeros(len(self.layers), 3, device=weight.device, requires_grad=True)
+        layers = [Gathered(one.module.weight, getattr(one.module, "bias", None)) for one in self.layers]
+        if not any(one.weight.requires_grad for one in layers) or any(one.weight.device != weight.device for one in layers):
+            return None
+        return Gathering(layers, self.probe)
+
+
+    def told(self, places: list[list[int]]) -> Tensor | None:
+        """What the passes since the last step have told of some layers, and no more from now on; None if nothing."""
+        told = self.probe.grad
+        if told is None:
+            return None
+        if places == [[place] for place in range(len(self.layers))]:
+            self.probe.grad = None
+            return told
+        rows = torch.stack([told[own].sum(0) for own in places])
+        told[[place for own in places for place in own]] = 0
+        return rows
+
+
+def told_of(layers: Sequence[OwnInputs]) -> Tensor | None:
+    """What the passes since the last step have told of layers on one device, ``[layers, 3]``; None if nothing."""
+    gatherer = layers[0].gatherer
+    found = None if gatherer is None else gatherer.told([layer.places for layer in layers])
+    own = [layer.probe.grad for layer in layers]
+    if any(told is not None for told in own):
+        rows = torch.stack([torch.zeros_like(layer.probe) if told is None else told for layer, told in zip(layers, own, strict=True)]).detach()
+        found = rows if found is None else found + rows
+        for layer in layers:
+            layer.probe.grad = None
+    return found
+
+
+def gathers(weight: Any) -> bool:
+    """Whether what a GPU is asked for is worth gathering: it takes the host longer than the device."""
+    return weight.is_cuda and type(weight) in (Tensor, nn.Parameter)
 
 
 def call_of(

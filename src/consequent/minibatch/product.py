@@ -6,15 +6,18 @@ gradient of a further input, the probe.
 """
 
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from consequent.layers import Operation
 from consequent.maths.damping import Damping
-from consequent.maths.precision import at_least_float32, may_sync
-from consequent.maths.ridge import Update, update_from_moment, update_from_samples
+from consequent.maths.bound import relative_change
+from consequent.maths.precision import may_sync
+from consequent.maths.ridge import Update
+from consequent.minibatch.gather import Gathering, Reached
+from consequent.minibatch.systems import system_of
 from consequent.minibatch.warning import ConsequentWarning
 
 # What the probe's gradient tells: passes, how much they change the outputs (maths.bound), failed factorisations.
@@ -28,6 +31,31 @@ class Calls:
         self.number = number
 
 
+class Way(NamedTuple):
+    """How a call of a layer is corrected.
+
+    Attributes:
+        damping: λ.
+        divisor: c, what the loss is divided by.
+        calls: of the weight in this forward pass, by which the correction is divided; None: it is already.
+        measured: whether it is to be told how much a pass changes the outputs.
+        gathering: which corrects the layers of a pass together; None: this one is corrected for itself.
+        place: of the layer in there.
+    """
+
+    damping: Damping
+    divisor: float
+    calls: Calls | None
+    measured: bool
+    gathering: Gathering | None = None
+    place: int = 0
+
+    @property
+    def scale(self) -> Any:
+        """``c / k``."""
+        return self.divisor if self.calls is None else self.divisor / self.calls.number
+
+
 class Product(torch.autograd.Function):
     """``Z = W X`` (plus the bias), whose backward pass hands on ``c ΔZ (XᵀX + λI)⁻¹ Xᵀ`` as the gradient of W."""
 
@@ -37,12 +65,9 @@ class Product(torch.autograd.Function):
         inputs: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        probe: Tensor,
+        probe: Tensor | None,
         operation: Operation,
-        damping: Damping,
-        divisor: float,
-        calls: Calls | None,
-        measured: bool,
+        way: Way,
     ) -> Tensor:
         """Compute the outputs.
 
@@ -51,16 +76,13 @@ class Product(torch.autograd.Function):
             inputs: X, in the form that the operation takes.
             weight: W.
             bias: of the layer, if it has one.
-            probe: a leaf, whose gradient tells of the pass.
+            probe: a leaf, whose gradient tells of the pass; None: the gathering tells.
             operation: how they are multiplied.
-            damping: λ.
-            divisor: c, what the loss is divided by.
-            calls: of this weight in this forward pass, by which the correction is divided; None: it is already.
-            measured: whether the probe is to tell how much a pass changes the outputs.
+            way: how it is corrected.
         """
         ctx.save_for_backward(inputs, weight if ctx.needs_input_grad[0] else None)
-        ctx.operation, ctx.damping, ctx.divisor, ctx.calls = operation, damping, divisor, calls
-        ctx.ones, ctx.measured, ctx.dtype = ctx.needs_input_grad[2], measured, weight.dtype
+        ctx.operation, ctx.way = operation, way
+        ctx.ones, ctx.dtype = ctx.needs_input_grad[2], weight.dtype
         ctx.is_differentiated = False
         return operation.apply(inputs, weight, bias)
 
@@ -76,7 +98,7 @@ class Product(torch.autograd.Function):
 
 def _gradients(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
     inputs, weight = ctx.saved_tensors
-    operation = ctx.operation
+    operation, way = ctx.operation, ctx.way
     input_grad = weight_grad = bias_grad = probe_grad = None
     if weight is not None:
         input_grad = operation.input_gradient(output_grad, weight.to(output_grad.dtype), inputs)
@@ -84,13 +106,17 @@ def _gradients(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
         _warn_of_differentiation(ctx)
         weight_grad = operation.weight_gradient(inputs, output_grad).to(ctx.dtype)
         bias_grad = operation.bias_gradient(output_grad).to(ctx.dtype) if ctx.ones else None
-    elif ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:  # otherwise the pass goes elsewhere
-        update = corrected_update(operation, inputs, output_grad, ctx.damping, ones=ctx.ones, measured=ctx.measured)
-        scale = ctx.divisor if ctx.calls is None else ctx.divisor / ctx.calls.number
-        weight_grad = operation.shaped_like_weight(update.weight * scale).to(ctx.dtype)
-        bias_grad = None if update.bias is None else (update.bias * scale).flatten().to(ctx.dtype)
-        probe_grad = _probe_gradient(update)
-    return input_grad, weight_grad, bias_grad, probe_grad, None, None, None, None, None
+    elif not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):  # the pass goes elsewhere
+        pass
+    elif way.gathering is not None:
+        system = system_of(operation, inputs, output_grad, ones=ctx.ones)
+        way.gathering.reached[ctx] = Reached(way.place, operation, system, way.damping, way.scale, way.measured)
+    else:
+        update = corrected_update(operation, inputs, output_grad, way.damping, ones=ctx.ones, measured=way.measured)
+        weight_grad = operation.shaped_like_weight(update.weight * way.scale).to(ctx.dtype)
+        bias_grad = None if update.bias is None else (update.bias * way.scale).flatten().to(ctx.dtype)
+        probe_grad = told_by(update, operation, ones=ctx.ones)
+    return input_grad, weight_grad, bias_grad, probe_grad, None, None
 
 
 def corrected_update(
@@ -106,33 +132,28 @@ def corrected_update(
         ones: whether a bias is trained.
         measured: whether the change that it makes is asked for.
     """
-    inputs, output_grad = at_least_float32(inputs), at_least_float32(output_grad)
-    rows, options = operation.rows(output_grad), {"ones": ones, "measured": measured}
-    if 0 < rows <= operation.features + ones:
-        X, dZ = operation.input_rows(inputs), operation.output_rows(output_grad)
-        update = update_from_samples(X, dZ, damping, **options)
-    else:
-        plain = operation.weight_matrix(operation.weight_gradient(inputs, output_grad))
-        if ones:
-            plain = torch.cat([plain, operation.bias_gradient(output_grad).view(operation.groups, -1, 1)], dim=-1)
-        update = update_from_moment(operation.second_moment(inputs, ones=ones), plain, damping, rows, **options)
-    if inputs.dtype is torch.float32 and may_sync(inputs) and update.failed:
-        return corrected_update(operation, inputs.double(), output_grad.double(), damping, **options)
+    update = system_of(operation, inputs, output_grad, ones=ones).solved(damping, measured=measured)
+    if inputs.dtype.itemsize < 8 and may_sync(inputs) and update.failed:
+        inputs, output_grad = inputs.double(), output_grad.double()
+        return system_of(operation, inputs, output_grad, ones=ones).solved(damping, measured=measured)
     return update
 
 
-def _probe_gradient(update: Update) -> Tensor | None:
-    """What the probe's gradient tells of one pass; None if there is nothing to tell."""
+def told_by(update: Update, operation: Operation, *, ones: bool) -> Tensor | None:
+    """What a probe's gradient tells of one pass; None if there is nothing to tell."""
     if update.change is None and not isinstance(update.failed, Tensor) and update.failed == 0:
         return None
-    change = torch.zeros((), device=update.weight.device) if update.change is None else update.change.float()
+    change = torch.zeros((), device=update.weight.device)
+    if update.change is not None:
+        columns = operation.features + ones
+        change = relative_change(*update.change.sum(1), columns, operation.outputs // operation.groups).float()
     failed = torch.as_tensor(update.failed, dtype=change.dtype, device=change.device)
     tells = change.isfinite() & (change > 0)  # a pass of NaN or of zeros tells nothing, also of later ones
     return torch.stack((tells.float(), torch.where(tells, change, 0), failed))
 
 
 def _warn_of_differentiation(ctx: Any) -> None:
-    if not ctx.is_differentiated and ctx.calls is not None:
+    if not ctx.is_differentiated and ctx.way.calls is not None:
         warnings.warn(
             "gradients are differentiated (create_graph=True): the layers they went through keep their plain gradient "
             "in that graph, since the correction is not differentiated",
