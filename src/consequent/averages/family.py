@@ -9,6 +9,7 @@ from torch import Tensor
 from consequent.averages.average import Average, AveragedLayer
 from consequent.averages.gradients import Corrected
 from consequent.averages.observer import add_waiting
+from consequent.gpu.launch import on_device
 from consequent.maths.inverse import Inverse, Known, Rows, inverse_of
 
 AT_ONCE = 2**26  # elements of the moments of a family: 256 MiB, and a few times as much while they are inverted
@@ -154,17 +155,12 @@ class Family:
         return all(one is not None and one.rows <= 0.3 * one.weight for one in averages)
 
     def _numbers(self, columns: list[list[float]]) -> Tensor:
-        return on_device(torch.tensor(columns, dtype=self.key.dtype), self.key.device)
+        return on_device(columns, self.key.dtype, self.key.device)
 
     def _zeros(self) -> tuple[Tensor, Tensor]:
         features, dtype, device = self.key
         moments = torch.zeros(self._size, features, features, dtype=dtype, device=device)
         return moments, torch.zeros(self._size, features, dtype=dtype, device=device)
-
-
-def on_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Numbers of the host, there, without waiting for it."""
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 def families_of(layers: Sequence[AveragedLayer]) -> list[Family]:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from consequent.averages.average import Average, AveragedLayer
-from consequent.averages.family import Family, Observed, families_of, on_device
+from consequent.averages.family import Family, Observed, families_of
 from consequent.averages.gradients import Multiplications
 from consequent.averages.ranks import add_up
+from consequent.gpu.launch import on_device
 from consequent.maths.ridge import LossReduction, loss_divisor
 from consequent.minibatch.model_forward import ModelForward
 
@@ -116,8 +117,8 @@ class Averages:
         self.stop_observing()
         families, device = self._families, self._counts.device
         layers = [layer for family in families for layer in family.layers]
-        counted = torch.tensor([layer.observer.counted for layer in layers])
-        counts = torch.cat([family.counts.to(device) for family in families]) + on_device(counted, device)
+        counts = torch.cat([family.counts.to(device) for family in families])
+        counts = counts + on_device([layer.observer.counted for layer in layers], counts.dtype, device)
         *moments, counts, common = add_up(
             [*(tensor for family in families for tensor in (family.moments, family.sums)), counts, self._counts + self._counted]
         )

@@ -5,13 +5,14 @@ these as for the whole training step.
 """
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import sqrt
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from consequent.gpu.launch import Addresses, launch, on_device, precision, takes
 from consequent.maths.inverse import Inverse
 
 AT_ONCE = 2**26  # elements of the products that are kept between the launches
@@ -52,23 +53,8 @@ class Problem(NamedTuple):
 
 def accepts(weight: Tensor) -> bool:
     """Whether gradients of this weight are multiplied here: in float32, in a usual order, on a GPU with Triton."""
-    if weight.dtype is not torch.float32 or not _is_on_gpu(weight) or not has_kernels():
-        return False
-    return weight.is_contiguous() or (weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last))
-
-
-@cache
-def has_kernels() -> bool:
-    """Whether Triton is there."""
-    try:
-        from consequent.gpu import multiply_kernels  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def _is_on_gpu(tensor: Tensor) -> bool:
-    return tensor.is_cuda
+    is_last = weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last)
+    return takes(weight) and (weight.is_contiguous() or is_last)
 
 
 class Multiplication:
@@ -140,16 +126,13 @@ class _Launch:
         self._device = problems[0].weight.device
         shapes = tuple([(one.weight.shape[0], one.inverse.matrix.shape[-1]) for one in problems])
         layout = self._layout = _layout(shapes, self._device)
-        self._places = [
-            tensor for one in problems for tensor in (one.weight, one.bias) if tensor is not None
-        ]
         fields: list[int] = []
         for place, one in enumerate(problems):
             matrices = (one.inverse.matrix, one.inverse.shift, one.inverse.unit, one.inverse.trace)
             fields += [*(part.data_ptr() for part in matrices), *shapes[place], one.taps, int(one.bias is not None)]
             fields += [layout.starts[place], layout.first_tiles[place], layout.counts[place]]
-        self._fields = _on_device(fields, torch.int64, self._device)
-        self._addresses: dict[tuple[int, ...], Tensor] = {}
+        self._fields = on_device(fields, torch.int64, self._device)
+        self._addresses = Addresses()
         self._numbers: dict[tuple[float, ...], Tensor] = {}
 
     def __call__(self, rates: dict[int, float] | None, limit: float | None) -> None:
@@ -166,45 +149,21 @@ class _Launch:
         if numbers is None:
             pairs = zip(self._problems, of_rates, strict=True)
             values = [number for one, rate in pairs for number in (one.scale, one.share * rate)]
-            numbers = self._numbers[of_rates] = _on_device(values, torch.float32, self._device)
-        addresses = tuple([0 if one is None else one.grad.data_ptr() for p in self._problems for one in p[:2]])
-        table = self._addresses.get(addresses)  # memory is reused, so they are known from the second step on
-        if table is None:
-            if len(self._addresses) >= 64:
-                self._addresses.clear()
-            table = self._addresses[addresses] = _on_device(addresses, torch.int64, self._device)
+            numbers = self._numbers[of_rates] = on_device(values, torch.float32, self._device)
+        gradients = [0 if one is None else one.grad.data_ptr() for p in self._problems for one in p[:2]]
+        table = self._addresses(gradients, self._device)
         scratch = torch.empty(layout.elements, device=self._device)
         energies = torch.empty(len(layout.tiles), device=self._device)
-        precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
         with torch.cuda.device_of(scratch):
-            _run(
+            launch(
                 *(kernels.products, layout.tiles.shape[0]),
-                *((table, self._fields, layout.tiles, scratch, energies), (self._is_simple, precision, *TILE)),
+                *((table, self._fields, layout.tiles, scratch, energies), (self._is_simple, precision(), *TILE)),
                 num_warps=4,
                 num_stages=3,
             )
             tensors = (table, self._fields, layout.blocks, numbers, scratch, energies)
-            _run(
+            launch(
                 *(kernels.write, layout.blocks.shape[0], (*tensors, float(highest), float(limit or 0))),
                 (self._is_simple, limit is not None, *BLOCK),
                 num_warps=4,
             )
-
-
-_compiled: dict[Any, Any] = {}
-
-
-def _run(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], **options: int) -> None:
-    """Launch a kernel; from the second time on without Triton's look at every argument, which takes the host longer."""
-    key = (kernel, arguments[0].device, constants)
-    known = _compiled.get(key)
-    if known is None:
-        _compiled[key] = kernel[(programs,)](*arguments, *constants, **options)
-    else:
-        known[(programs, 1, 1)](*arguments, *constants)
-
-
-def _on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of the host, there, without waiting for it."""
-    table = torch.tensor(values, dtype=dtype)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from consequent.layers import Operation
+from consequent.gpu import samples
+from consequent.layers import Linear, Operation
 from consequent.maths.bound import relative_change
 from consequent.maths.damping import Damping
 from consequent.maths.ridge import Update
@@ -37,6 +38,21 @@ class Reached(NamedTuple):
     damping: Damping
     scale: float
     measured: bool
+
+    @property
+    def is_for_kernels(self) -> bool:
+        """Whether it is solved together with others of any shape."""
+        system, operation = self.system, self.operation
+        if not system.by_samples or not isinstance(operation, Linear) or not operation.has_rows_of_outputs:
+            return False
+        return samples.accepts(system.left[0], system.right[0], self.damping, ones=system.ones)
+
+    @property
+    def key(self) -> Any:
+        """What calls have in common that are solved together."""
+        if self.is_for_kernels:
+            return self.damping, self.measured, self.system.left.device
+        return self.operation.groups, *self.system.shape, self.damping, self.scale, self.measured
 
 
 class Gathered(NamedTuple):
@@ -71,19 +87,16 @@ class Gathering:
         reached, self.reached = list(self.reached.values()), {}
         alike: dict[Any, list[Reached]] = {}
         for one in reached:
-            key = (one.operation.groups, *one.system.shape, one.damping, one.scale, one.measured)
-            alike.setdefault(key, []).append(one)
+            alike.setdefault(one.key, []).append(one)
         found: dict[int, Tensor] = {}
         told = []
         for calls in alike.values():
-            update = together([call.system for call in calls]).solved(calls[0].damping, measured=calls[0].measured)
-            weights = (update.weight * calls[0].scale).chunk(len(calls))
-            biases = [None] * len(calls) if update.bias is None else (update.bias * calls[0].scale).chunk(len(calls))
+            weights, biases, of_calls = _by_kernels(calls) if calls[0].is_for_kernels else _together(calls)
+            told.append(of_calls)
             for call, weight, bias in zip(calls, weights, biases, strict=True):
                 layer = self.layers[call.place]
                 _add(found, layer.weight, call.operation.shaped_like_weight(weight))
                 _add(found, layer.bias, bias)
-            told.append(_told(calls, update))
         if not told:
             return found, None
         places = tuple([call.place for calls in alike.values() for call in calls])
@@ -99,6 +112,19 @@ def _add(found: dict[int, Tensor], parameter: Tensor | None, gradient: Tensor | 
     gradient = gradient.reshape(parameter.shape).to(parameter.dtype)
     known = found.get(id(parameter))
     found[id(parameter)] = gradient if known is None else known + gradient
+
+
+def _by_kernels(calls: Sequence[Reached]) -> samples.Updates:
+    systems = [(one.system.left[0], one.system.right[0], one.system.ones, one.scale) for one in calls]
+    return samples.update_all([samples.Call(*one) for one in systems], calls[0].damping, measured=calls[0].measured)
+
+
+def _together(calls: Sequence[Reached]) -> samples.Updates:
+    """By batched calls of torch."""
+    update = together([call.system for call in calls]).solved(calls[0].damping, measured=calls[0].measured)
+    weights = (update.weight * calls[0].scale).chunk(len(calls))
+    biases = [None] * len(calls) if update.bias is None else (update.bias * calls[0].scale).chunk(len(calls))
+    return samples.Updates(list(weights), list(biases), _told(calls, update))
 
 
 def _told(calls: Sequence[Reached], update: Update) -> Tensor:

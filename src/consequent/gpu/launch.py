@@ -1,0 +1,90 @@
+"""Launching kernels, and numbers that they read: at little cost for the host."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_compiled: dict[Any, Any] = {}
+
+
+def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], **options: int) -> None:
+    """Launch a kernel; from the second time on without Triton's look at every argument, which takes the host longer.
+
+    Args:
+        kernel: its constants are its last parameters, and it is compiled alike for all arguments.
+        programs: how many there are.
+        arguments: tensors, and numbers that are not specialised on; a tensor first.
+        constants: what the kernel is compiled for.
+        options: how it is compiled.
+    """
+    key = (kernel, arguments[0].device, constants)
+    known = _compiled.get(key)
+    if known is None:
+        _compiled[key] = kernel[(programs,)](*arguments, *constants, **options)
+    else:
+        known[(programs, 1, 1)](*arguments, *constants)
+
+
+def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host, there, without waiting for it."""
+    table = torch.tensor(values, dtype=dtype)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+
+
+class Addresses:
+    """Tables of addresses. Memory is reused, so that from the second step on they are known."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], Tensor] = {}
+
+    def __call__(self, addresses: Sequence[int], device: torch.device) -> Tensor:
+        """The addresses on the device."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return _filled(addresses, device)  # the graph has memory of its own, and copies nothing from the host
+        key = tuple(addresses)
+        table = self._known.get(key)
+        if table is None:
+            if len(self._known) >= 64:
+                self._known.clear()
+            table = self._known[key] = on_device(key, torch.int64, device)
+        return table
+
+
+def _filled(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers on the device, which come there as arguments of launches."""
+    from consequent.gpu.table_kernels import AT_ONCE, fill
+
+    count = -(-len(numbers) // AT_ONCE) * AT_ONCE
+    table = torch.empty(count, dtype=torch.int64, device=device)
+    for place in range(0, count, AT_ONCE):
+        eight = [*numbers[place : place + AT_ONCE], *[0] * AT_ONCE][:AT_ONCE]
+        fill[(1,)](table, place, *eight)
+    return table
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is there."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def takes(tensor: Tensor) -> bool:
+    """Whether kernels take the tensor: in float32, on a GPU with Triton."""
+    return tensor.dtype is torch.float32 and is_on_gpu(tensor) and has_triton()
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Whether it lies where kernels run."""
+    return tensor.is_cuda
+
+
+def precision() -> str:
+    """In which products of float32 are computed: as the user allows torch to."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
