@@ -10,6 +10,7 @@ from torch.optim import SGD, Optimizer
 
 from consequent.averages.ranks import ranks
 from consequent.averages.step import Averages
+from consequent.gpu import shorten
 from consequent.maths.bound import rate_in_the_long_run, shortening
 from consequent.maths.precision import may_sync
 from consequent.minibatch.gather import index_of
@@ -187,20 +188,24 @@ def _shorten(layers: Sequence[OwnInputs], told: Tensor, rates: Rates, bound: flo
         bound: β.
     """
     trained = [[p for p in layer.parameters if p.grad is not None] for layer in layers]
-    gradients = [p.grad for its in trained for p in its]
+    of_layers = [[p.grad for p in its] for its in trained]
+    gradients = [gradient for its in of_layers for gradient in its]
     if not gradients:
+        return
+    of_rates = [rates.of(its) for its in trained]
+    if shorten.accepts(of_layers) and not any(isinstance(rate, Tensor) for rate in of_rates):
+        shorten.shorten_all(of_layers, of_rates, told.contiguous(), bound)
         return
     index = index_of(tuple([place for place, its in enumerate(trained) for _ in its]), told.device)
     norms = torch.stack(torch._foreach_norm(gradients))
     squares = norms.new_zeros(len(layers)).index_add_(0, index, norms.square())
-    squared_changes = _squares([rates.of(its) for its in trained], told.device) * squares * told[:, CHANGE]
-    factors = shortening(bound, squared_changes / told[:, PASSES])
+    factors = shortening(bound, _squares(of_rates, told.device) * squares * told[:, CHANGE] / told[:, PASSES])
     if not may_sync(factors):
         torch._foreach_mul_(gradients, list(factors[index].unbind()))
         return
-    for its, factor in zip(trained, factors.tolist(), strict=True):
-        for p in its if factor < 1 else ():
-            p.grad.mul_(factor)
+    for its, factor in zip(of_layers, factors.tolist(), strict=True):
+        for gradient in its if factor < 1 else ():
+            gradient.mul_(factor)
 
 
 def _squares(rates: Sequence[Any], device: torch.device) -> Any:

@@ -80,6 +80,11 @@ def takes(tensor: Tensor) -> bool:
     return tensor.dtype is torch.float32 and is_on_gpu(tensor) and has_triton()
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its numbers lie together in memory, in a usual order."""
+    return tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
 def is_on_gpu(tensor: Tensor) -> bool:
     """Whether it lies where kernels run."""
     return tensor.is_cuda

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from consequent.gpu.launch import Addresses, launch, on_device, precision, takes
+from consequent.gpu.launch import Addresses, is_dense, launch, on_device, precision, takes
 from consequent.maths.inverse import Inverse
 
 AT_ONCE = 2**26  # elements of the products that are kept between the launches
@@ -53,8 +53,7 @@ class Problem(NamedTuple):
 
 def accepts(weight: Tensor) -> bool:
     """Whether gradients of this weight are multiplied here: in float32, in a usual order, on a GPU with Triton."""
-    is_last = weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last)
-    return takes(weight) and (weight.is_contiguous() or is_last)
+    return takes(weight) and is_dense(weight)
 
 
 class Multiplication:

@@ -51,8 +51,10 @@ class Updates(NamedTuple):
 
 def accepts(inputs: Tensor, output_grads: Tensor, damping: Damping, *, ones: bool) -> bool:
     """Whether a call may be solved here: few samples, and a damping that is above all rounding."""
+    if inputs.ndim != 2 or not 0 < inputs.shape[0] <= min(MOST, inputs.shape[1] + ones):
+        return False
     samples, features = inputs.shape
-    if not 0 < samples <= MOST or not takes(inputs) or output_grads.dtype is not torch.float32:
+    if not takes(inputs) or output_grads.dtype is not torch.float32:
         return False
     return damping.is_large(samples, features + ones, inputs.dtype)
 

@@ -17,7 +17,39 @@ from consequent.layers import Linear, Operation
 from consequent.maths.bound import relative_change
 from consequent.maths.damping import Damping
 from consequent.maths.ridge import Update
-from consequent.minibatch.systems import System, together
+from consequent.minibatch.systems import System, system_of, together
+
+
+class Calls:
+    """The calls of a weight in one forward pass; how many they are is known when the pass is over."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+
+
+class Way(NamedTuple):
+    """How a call of a layer is corrected.
+
+    Attributes:
+        damping: λ.
+        divisor: c, what the loss is divided by.
+        calls: of the weight in this forward pass, by which the correction is divided; None: it is already.
+        measured: whether it is to be told how much a pass changes the outputs.
+        gathering: which corrects the layers of a pass together; None: this one is corrected for itself.
+        place: of the layer in there.
+    """
+
+    damping: Damping
+    divisor: float
+    calls: Calls | None
+    measured: bool
+    gathering: "Gathering | None" = None
+    place: int = 0
+
+    @property
+    def scale(self) -> Any:
+        """``c / k``."""
+        return self.divisor if self.calls is None else self.divisor / self.calls.number
 
 
 class Reached(NamedTuple):
@@ -40,19 +72,23 @@ class Reached(NamedTuple):
     measured: bool
 
     @property
-    def is_for_kernels(self) -> bool:
-        """Whether it is solved together with others of any shape."""
-        system, operation = self.system, self.operation
-        if not system.by_samples or not isinstance(operation, Linear) or not operation.has_rows_of_outputs:
-            return False
-        return samples.accepts(system.left[0], system.right[0], self.damping, ones=system.ones)
+    def key(self) -> Any:
+        """What calls have in common that are solved together."""
+        return self.operation.groups, *self.system.shape, self.damping, self.scale, self.measured
+
+
+class _Dense(NamedTuple):
+    """A call that is solved with others of any shape."""
+
+    place: int
+    call: samples.Call
+    damping: Damping
+    measured: bool
 
     @property
     def key(self) -> Any:
         """What calls have in common that are solved together."""
-        if self.is_for_kernels:
-            return self.damping, self.measured, self.system.left.device
-        return self.operation.groups, *self.system.shape, self.damping, self.scale, self.measured
+        return self.damping, self.measured
 
 
 class Gathered(NamedTuple):
@@ -82,41 +118,68 @@ class Gathering:
         found = _Gather.apply(self, probe, *self.parameters)  # type: ignore[no-untyped-call]
         self.aliases = {id(one): alias for one, alias in zip(self.parameters, found, strict=True)}
 
+    def reach(
+        self, node: Any, operation: Operation, inputs: Tensor, output_grad: Tensor, ones: bool, way: Way
+    ) -> None:
+        """A backward pass has reached a call.
+
+        Args:
+            node: of the call.
+            operation: the product.
+            inputs: X, in the form that it takes.
+            output_grad: ΔZ, likewise.
+            ones: whether a bias is trained.
+            way: how the call is corrected.
+        """
+        is_dense = isinstance(operation, Linear) and operation.has_rows_of_outputs
+        if is_dense and samples.accepts(inputs, output_grad, way.damping, ones=ones):
+            call = samples.Call(inputs, output_grad, ones, way.scale)
+            self.reached[node] = _Dense(way.place, call, way.damping, way.measured)
+        else:
+            system = system_of(operation, inputs, output_grad, ones=ones)
+            self.reached[node] = Reached(way.place, operation, system, way.damping, way.scale, way.measured)
+
     def solved(self) -> tuple[dict[int, Tensor], Tensor | None]:
         """The gradients of the parameters, by their ids, and what there is to tell."""
         reached, self.reached = list(self.reached.values()), {}
-        alike: dict[Any, list[Reached]] = {}
-        for one in reached:
-            alike.setdefault(one.key, []).append(one)
         found: dict[int, Tensor] = {}
-        told = []
-        for calls in alike.values():
-            weights, biases, of_calls = _by_kernels(calls) if calls[0].is_for_kernels else _together(calls)
+        told: list[Tensor] = []
+        places: list[int] = []
+        for calls in _alike(reached).values():
+            of_kernels = isinstance(calls[0], _Dense)
+            weights, biases, of_calls = _by_kernels(calls) if of_kernels else _together(calls)
             told.append(of_calls)
+            places += [call.place for call in calls]
             for call, weight, bias in zip(calls, weights, biases, strict=True):
                 layer = self.layers[call.place]
-                _add(found, layer.weight, call.operation.shaped_like_weight(weight))
+                _add(found, layer.weight, weight if of_kernels else call.operation.shaped_like_weight(weight))
                 _add(found, layer.bias, bias)
         if not told:
             return found, None
-        places = tuple([call.place for calls in alike.values() for call in calls])
-        rows = torch.cat(told)
-        if places == tuple(range(len(self.layers))):
+        rows = torch.cat(told) if len(told) > 1 else told[0]
+        if places == list(range(len(self.layers))):
             return found, rows
-        return found, rows.new_zeros(len(self.layers), 3).index_add_(0, index_of(places, rows.device), rows)
+        return found, rows.new_zeros(len(self.layers), 3).index_add_(0, index_of(tuple(places), rows.device), rows)
 
 
 def _add(found: dict[int, Tensor], parameter: Tensor | None, gradient: Tensor | None) -> None:
     if parameter is None or gradient is None:
         return
-    gradient = gradient.reshape(parameter.shape).to(parameter.dtype)
+    if gradient.shape != parameter.shape or gradient.dtype != parameter.dtype:
+        gradient = gradient.reshape(parameter.shape).to(parameter.dtype)
     known = found.get(id(parameter))
     found[id(parameter)] = gradient if known is None else known + gradient
 
 
-def _by_kernels(calls: Sequence[Reached]) -> samples.Updates:
-    systems = [(one.system.left[0], one.system.right[0], one.system.ones, one.scale) for one in calls]
-    return samples.update_all([samples.Call(*one) for one in systems], calls[0].damping, measured=calls[0].measured)
+def _alike(reached: Sequence[Any]) -> dict[Any, list[Any]]:
+    alike: dict[Any, list[Any]] = {}
+    for one in reached:
+        alike.setdefault(one.key, []).append(one)
+    return alike
+
+
+def _by_kernels(calls: Sequence[_Dense]) -> samples.Updates:
+    return samples.update_all([one.call for one in calls], calls[0].damping, measured=calls[0].measured)
 
 
 def _together(calls: Sequence[Reached]) -> samples.Updates:

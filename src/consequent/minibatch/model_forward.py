@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from consequent.maths.torch_private import in_backward_pass
 from consequent.minibatch.forwards import Replacement
-from consequent.minibatch.gather import Gathering
-from consequent.minibatch.product import Calls
+from consequent.minibatch.gather import Calls, Gathering
 
 
 class WeightCalls:

@@ -12,8 +12,8 @@ from consequent.maths.ridge import LossReduction, loss_divisor
 from consequent.maths.torch_private import transforms_are_active
 from consequent.minibatch.forwards import Replacement
 from consequent.minibatch.model_forward import ModelForward, WeightCalls
-from consequent.minibatch.gather import Gathered, Gathering
-from consequent.minibatch.product import Calls, Product, Way
+from consequent.minibatch.gather import Calls, Gathered, Gathering, Way
+from consequent.minibatch.product import Product
 
 
 class OwnInputs(Replacement):

@@ -6,7 +6,7 @@ gradient of a further input, the probe.
 """
 
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,44 +16,12 @@ from consequent.maths.damping import Damping
 from consequent.maths.bound import relative_change
 from consequent.maths.precision import may_sync
 from consequent.maths.ridge import Update
-from consequent.minibatch.gather import Gathering, Reached
+from consequent.minibatch.gather import Way
 from consequent.minibatch.systems import system_of
 from consequent.minibatch.warning import ConsequentWarning
 
 # What the probe's gradient tells: passes, how much they change the outputs (maths.bound), failed factorisations.
 PASSES, CHANGE, FAILED = range(3)
-
-
-class Calls:
-    """The calls of a weight in one forward pass; how many they are is known when the pass is over."""
-
-    def __init__(self, number: int = 0) -> None:
-        self.number = number
-
-
-class Way(NamedTuple):
-    """How a call of a layer is corrected.
-
-    Attributes:
-        damping: λ.
-        divisor: c, what the loss is divided by.
-        calls: of the weight in this forward pass, by which the correction is divided; None: it is already.
-        measured: whether it is to be told how much a pass changes the outputs.
-        gathering: which corrects the layers of a pass together; None: this one is corrected for itself.
-        place: of the layer in there.
-    """
-
-    damping: Damping
-    divisor: float
-    calls: Calls | None
-    measured: bool
-    gathering: Gathering | None = None
-    place: int = 0
-
-    @property
-    def scale(self) -> Any:
-        """``c / k``."""
-        return self.divisor if self.calls is None else self.divisor / self.calls.number
 
 
 class Product(torch.autograd.Function):
@@ -109,8 +77,7 @@ def _gradients(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
     elif not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):  # the pass goes elsewhere
         pass
     elif way.gathering is not None:
-        system = system_of(operation, inputs, output_grad, ones=ctx.ones)
-        way.gathering.reached[ctx] = Reached(way.place, operation, system, way.damping, way.scale, way.measured)
+        way.gathering.reach(ctx, operation, inputs, output_grad, ctx.ones, way)
     else:
         update = corrected_update(operation, inputs, output_grad, way.damping, ones=ctx.ones, measured=way.measured)
         weight_grad = operation.shaped_like_weight(update.weight * way.scale).to(ctx.dtype)
