@@ -11,9 +11,9 @@ from torch.optim import SGD, Optimizer
 from consequent.averages.ranks import ranks
 from consequent.averages.step import Averages
 from consequent.gpu import shorten
+from consequent.gpu.launch import index_of
 from consequent.maths.bound import rate_in_the_long_run, shortening
 from consequent.maths.precision import may_sync
-from consequent.minibatch.gather import index_of
 from consequent.minibatch.own_inputs import OwnInputs, told_of
 from consequent.minibatch.product import CHANGE, FAILED, PASSES
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from consequent.averages.average import Average, AveragedLayer
 from consequent.averages.gradients import Corrected
-from consequent.averages.observer import add_waiting
 from consequent.gpu.launch import on_device
 from consequent.maths.inverse import Inverse, Known, Rows, inverse_of
 
@@ -79,11 +78,9 @@ class Family:
 
     def stop(self) -> None:
         """The layers have their own forward again."""
-        observers = [layer.observer for layer in self.layers]
-        add_waiting(observers)
-        for observer in observers:
-            observer.take_off()
-            observer.forget()
+        for layer in self.layers:
+            layer.observer.take_off()
+            layer.observer.forget()
 
     def take_in(self, observed: Sequence[Observed | None], averaging: float) -> None:
         """``n ← β n + N``, ``S ← S + (XXᵀ/N − S) N/n``.

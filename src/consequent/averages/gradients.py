@@ -32,7 +32,7 @@ class Corrected:
         self._strides = ()
         if layer.kind.has_rows_of_outputs and not is_sharded(self.weight) and len(inverse.unit) == 1:
             if accepts(self.weight):
-                self.problem = Problem(self.weight, self.bias, inverse, self.scale)
+                self.problem = Problem(self.weight, self.bias is not None, inverse, self.scale)
                 self._strides = self.weight.stride()
 
     @property
@@ -87,7 +87,9 @@ class Multiplications:
         if tuple(together) != self._known or self._multiplication is None:
             problems = [layer.problem for layer in together if layer.problem is not None]
             self._known, self._multiplication = tuple(together), Multiplication(problems)
-        self._multiplication(None if bound is None else {id(layer.weight): rate for layer, rate in pairs}, bound)
+        gradients = [(layer.weight.grad, None if layer.bias is None else layer.bias.grad) for layer in together]
+        rate_of_layer = dict(pairs)
+        self._multiplication(gradients, None if bound is None else [rate_of_layer[one] for one in together], bound or 0.0)
 
 
 class _Update(NamedTuple):

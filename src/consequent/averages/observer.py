@@ -5,21 +5,18 @@ While it is observed, a layer has another ``forward``. In the steps between it h
 
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from consequent.layers import Linear, Operation
-from consequent.maths.products import moment_of_rows, sum_of_rows
+from consequent.gpu.moments import Source, accepts, add_moments
+from consequent.layers import Operation
 from consequent.maths.ridge import LossReduction, loss_divisor
 from consequent.maths.torch_private import in_backward_pass
 from consequent.minibatch.forwards import Replacement
 from consequent.minibatch.model_forward import ModelForward
 from consequent.minibatch.own_inputs import call_of, ordinary
-
-SMALL = 2**20  # elements of inputs that wait on a GPU until the step, to be multiplied with those of other layers
-
 
 class Where(Enum):
     """Where a layer is called: in the model's own forward, whose samples are counted there, or outside of it."""
@@ -27,13 +24,6 @@ class Where(Enum):
     INSIDE = auto()
     OUTSIDE = auto()
     NOWHERE = auto()
-
-
-class Waiting(NamedTuple):
-    """Inputs that are going to be multiplied with those of other layers."""
-
-    operation: Operation
-    inputs: Tensor
 
 
 class InputObserver(Replacement):
@@ -50,7 +40,7 @@ class InputObserver(Replacement):
         sums: and ``Σ x``.
         counts: rows; calls in the model's own forward; the divisor of those outside of it. Of calls in compiled code,
         counted: and of others.
-        waiting: inputs that are not in the sums yet.
+        waiting: small inputs on a GPU that are not in the sums yet, but will be with those of other layers.
     """
 
     def __init__(
@@ -60,7 +50,8 @@ class InputObserver(Replacement):
         self.kind, self.model_forward = kind, model_forward
         self.moment = self.sums = self.counts = torch.empty(0)
         self.counted = [0.0, 0.0, 0.0]
-        self.waiting: Waiting | None = None
+        self.waiting: Source | None = None
+        self._may_wait = False
         self._loss_reduction = loss_reduction
         self._has_observed = False  # in a forward pass
         self._passed_over = 0  # calls there with gradients off
@@ -85,6 +76,7 @@ class InputObserver(Replacement):
         if found is None:
             return outputs
         operation, inputs = found
+        self._may_wait = self.waiting is None and inputs.requires_grad  # other inputs may be overwritten until the step
         rows, inside = operation.rows(outputs), where is Where.INSIDE
         divisor = 0 if inside else loss_divisor(self._loss_reduction, operation.samples_in(inputs))
         device = inputs.device.type
@@ -126,28 +118,17 @@ class InputObserver(Replacement):
             self.moment.add_(moment[:, :-1, :-1])
             self.sums.add_(moment[:, :-1, -1])
             return inputs
-        waiting, self.waiting = self.waiting, None
-        if waiting is None and inputs.is_cuda and isinstance(operation, Linear) and inputs.numel() <= SMALL:
-            self.waiting = Waiting(operation, inputs)
+        images = operation.as_images(inputs) if self._may_wait and accepts(inputs) else None
+        if images is not None and self.moment.dtype is torch.float32:
+            self.waiting = Source(*images, self.moment[0], self.sums[0])
             return inputs
-        for of, its in ((operation, inputs),) if waiting is None else (waiting, (operation, inputs)):
-            moment, sums, _ = of.moments(its, sums=self.module.bias is not None)
-            self.moment.add_(moment)
-            if sums is not None:
-                self.sums.add_(sums)
+        moment, sums, _ = operation.moments(inputs, sums=self.module.bias is not None)
+        self.moment.add_(moment)
+        if sums is not None:
+            self.sums.add_(sums)
         return inputs
 
 
 def add_waiting(observers: Sequence[InputObserver]) -> None:
-    """Add what waits: for inputs of one shape by one product."""
-    alike: dict[Any, list[InputObserver]] = {}
-    for one in observers:
-        if one.waiting is not None:
-            alike.setdefault((one.waiting.inputs.shape, one.waiting.inputs.dtype), []).append(one)
-    for group in alike.values():
-        rows = torch.cat([one.waiting.operation.input_rows(one.waiting.inputs) for one in group if one.waiting])
-        moments, sums = moment_of_rows(rows), sum_of_rows(rows)
-        torch._foreach_add_([one.moment for one in group], list(moments.split(1)))
-        torch._foreach_add_([one.sums for one in group], list(sums.split(1)))
-        for one in group:
-            one.waiting = None
+    """Add what waits."""
+    add_moments([one.waiting for one in observers if one.waiting is not None])

@@ -14,6 +14,7 @@ from torch import Tensor
 from consequent.averages.average import Average, AveragedLayer
 from consequent.averages.family import Family, Observed, families_of
 from consequent.averages.gradients import Multiplications
+from consequent.averages.observer import add_waiting
 from consequent.averages.ranks import add_up
 from consequent.gpu.launch import on_device
 from consequent.maths.ridge import LossReduction, loss_divisor
@@ -82,6 +83,7 @@ class Averages:
         self._is_observing = False
         self._model_forward.release()
         self._model_forward.counters.remove(self._count)
+        add_waiting([layer.observer for layer in self.layers])
         for family in self._families:
             family.stop()
 

@@ -1,7 +1,7 @@
 """Launching kernels, and numbers that they read: at little cost for the host."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -32,6 +32,12 @@ def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -
     """Numbers of the host, there, without waiting for it."""
     table = torch.tensor(values, dtype=dtype)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+
+
+@lru_cache(maxsize=256)
+def index_of(places: tuple[int, ...], device: torch.device) -> Tensor:
+    """Places as a tensor: they are the same at most steps."""
+    return on_device(places, torch.int64, device)
 
 
 class Addresses:
@@ -77,7 +83,12 @@ def has_triton() -> bool:
 
 def takes(tensor: Tensor) -> bool:
     """Whether kernels take the tensor: in float32, on a GPU with Triton."""
-    return tensor.dtype is torch.float32 and is_on_gpu(tensor) and has_triton()
+    return tensor.dtype is torch.float32 and is_in_reach(tensor)
+
+
+def is_in_reach(tensor: Tensor) -> bool:
+    """Whether kernels run where the tensor is."""
+    return is_on_gpu(tensor) and has_triton()
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -86,7 +97,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
-    """Whether it lies where kernels run."""
+    """Whether it lies on one."""
     return tensor.is_cuda
 
 

@@ -7,12 +7,12 @@ these as for the whole training step.
 from collections.abc import Sequence
 from functools import lru_cache
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from consequent.gpu.launch import Addresses, is_dense, launch, on_device, precision, takes
+from consequent.gpu.launch import Addresses, index_of, is_dense, launch, on_device, precision, takes
 from consequent.maths.inverse import Inverse
 
 AT_ONCE = 2**26  # elements of the products that are kept between the launches
@@ -24,14 +24,14 @@ class Problem(NamedTuple):
     """One layer.
 
     Attributes:
-        weight: the layer's, which has a gradient at each step, in the same order in memory.
-        bias: the layer's, too, if its gradient is to be replaced.
+        weight: a tensor of the shape, and the order in memory, of the gradients of the layer's weight.
+        has_bias: whether there are gradients of a bias.
         inverse: of the layer's inputs, in one group.
         scale: by which updates are multiplied.
     """
 
     weight: Tensor
-    bias: Tensor | None
+    has_bias: bool
     inverse: Inverse
     scale: float
 
@@ -48,11 +48,14 @@ class Problem(NamedTuple):
     @property
     def share(self) -> float:
         """``√(columns / outputs)``, by which the bound goes."""
-        return sqrt((self.inverse.matrix.shape[-1] + (self.bias is not None)) / self.weight.shape[0])
+        return sqrt((self.inverse.matrix.shape[-1] + self.has_bias) / self.weight.shape[0])
+
+
+Gradients = Sequence[tuple[Tensor, Tensor | None]]  # of weights and biases
 
 
 def accepts(weight: Tensor) -> bool:
-    """Whether gradients of this weight are multiplied here: in float32, in a usual order, on a GPU with Triton."""
+    """Whether gradients like this weight are multiplied here: in float32, in a usual order, on a GPU with Triton."""
     return takes(weight) and is_dense(weight)
 
 
@@ -64,29 +67,42 @@ class Multiplication:
     """
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        alike = [[one for one in problems if one.is_simple is simple] for simple in (True, False)]
-        self._launches = [_Launch(chunk) for group in alike for chunk in _chunks(group)]
+        by_kind: dict[bool, list[int]] = {True: [], False: []}
+        for place, problem in enumerate(problems):
+            by_kind[problem.is_simple].append(place)
+        chunks = [chunk for places in by_kind.values() for chunk in _chunks(places, problems)]
+        self._launches = [(places, _Launch([problems[place] for place in places])) for places in chunks]
 
-    def __call__(self, rates: dict[int, float] | None, limit: float | None) -> None:
+    def __call__(self, gradients: Gradients, rates: Sequence[float] | None = None, limit: float = 0.0) -> None:
         """Replace the gradients.
 
         Args:
-            rates: of each weight with its bias, by the weight's id; None without a bound.
-            limit: β of the bound; None: no bound.
+            gradients: of each layer.
+            rates: of each layer's parameters; None: they are not bounded.
+            limit: β of the bound.
         """
-        for launch in self._launches:
-            launch(rates, limit)
+        for places, launch_these in self._launches:
+            of_these = None if rates is None else [rates[place] for place in places]
+            launch_these([gradients[place] for place in places], of_these, limit)
+
+    def with_changes(self, gradients: Gradients) -> Tensor:
+        """Replace the gradients; how much a gradient of length 1 changes the outputs of each layer, relative to inputs."""
+        changes = torch.empty(len(gradients), device=gradients[0][0].device)
+        for places, launch_these in self._launches:
+            found = launch_these([gradients[place] for place in places], None, 0.0, told=True)
+            changes[index_of(tuple(places), changes.device)] = found
+        return changes
 
 
-def _chunks(problems: Sequence[Problem]) -> list[list[Problem]]:
-    chunks: list[list[Problem]] = []
+def _chunks(places: Sequence[int], problems: Sequence[Problem]) -> list[list[int]]:
+    chunks: list[list[int]] = []
     size = AT_ONCE
-    for problem in problems:
-        if size + problem.weight.numel() > AT_ONCE:
+    for place in places:
+        if size + problems[place].weight.numel() > AT_ONCE:
             chunks.append([])
             size = 0
-        chunks[-1].append(problem)
-        size += problem.weight.numel()
+        chunks[-1].append(place)
+        size += problems[place].weight.numel()
     return chunks
 
 
@@ -98,6 +114,8 @@ class _Layout(NamedTuple):
     starts: list[int]
     first_tiles: list[int]
     counts: list[int]
+    first_blocks: list[int]
+    block_counts: list[int]
     elements: int
 
 
@@ -105,16 +123,18 @@ class _Layout(NamedTuple):
 def _layout(shapes: tuple[tuple[int, int], ...], device: torch.device) -> _Layout:
     tiles: list[tuple[int, int, int]] = []
     blocks: list[tuple[int, int]] = []
-    starts, first_tiles, counts, elements = [], [], [], 0
+    starts, first_tiles, counts, first_blocks, block_counts, elements = [], [], [], [], [], 0
     for place, (rows, columns) in enumerate(shapes):
         starts.append(elements)
         first_tiles.append(len(tiles))
         tiles += [(place, row, column) for column in range(0, columns, TILE[1]) for row in range(0, rows, TILE[0])]
         counts.append(len(tiles) - first_tiles[-1])
+        first_blocks.append(len(blocks))
         blocks += [(place, row) for row in range(0, rows, BLOCK[0])]
+        block_counts.append(len(blocks) - first_blocks[-1])
         elements += -(-rows * columns // 16) * 16
     tables = [torch.tensor(table, dtype=torch.int32, device=device) for table in (tiles, blocks)]
-    return _Layout(tables[0], tables[1], starts, first_tiles, counts, elements)
+    return _Layout(*tables, starts, first_tiles, counts, first_blocks, block_counts, elements)
 
 
 class _Launch:
@@ -128,41 +148,48 @@ class _Launch:
         fields: list[int] = []
         for place, one in enumerate(problems):
             matrices = (one.inverse.matrix, one.inverse.shift, one.inverse.unit, one.inverse.trace)
-            fields += [*(part.data_ptr() for part in matrices), *shapes[place], one.taps, int(one.bias is not None)]
+            fields += [*(part.data_ptr() for part in matrices), *shapes[place], one.taps, int(one.has_bias)]
             fields += [layout.starts[place], layout.first_tiles[place], layout.counts[place]]
+            fields += [layout.first_blocks[place], layout.block_counts[place]]
         self._fields = on_device(fields, torch.int64, self._device)
         self._addresses = Addresses()
         self._numbers: dict[tuple[float, ...], Tensor] = {}
 
-    def __call__(self, rates: dict[int, float] | None, limit: float | None) -> None:
+    def __call__(
+        self, gradients: Gradients, rates: Sequence[float] | None, limit: float, *, told: bool = False
+    ) -> Tensor | None:
         from consequent.gpu import multiply_kernels as kernels
 
-        layout = self._layout
-        of_rates = (1.0,) * len(self._problems)
-        highest = 0.0
+        layout, highest, of_rates = self._layout, 0.0, (1.0,) * len(self._problems)
         if rates is not None:
-            found = [rates[id(one.weight)] for one in self._problems]
-            highest = max(found)
-            of_rates = tuple([rate / highest if highest else 0.0 for rate in found])
+            highest = max(rates)
+            of_rates = tuple([rate / highest if highest else 0.0 for rate in rates])
         numbers = self._numbers.get(of_rates)
         if numbers is None:
             pairs = zip(self._problems, of_rates, strict=True)
             values = [number for one, rate in pairs for number in (one.scale, one.share * rate)]
             numbers = self._numbers[of_rates] = on_device(values, torch.float32, self._device)
-        gradients = [0 if one is None else one.grad.data_ptr() for p in self._problems for one in p[:2]]
-        table = self._addresses(gradients, self._device)
-        scratch = torch.empty(layout.elements, device=self._device)
-        energies = torch.empty(len(layout.tiles), device=self._device)
+        addresses = [0 if one is None else one.data_ptr() for pair in gradients for one in pair]
+        table = self._addresses(addresses, self._device)
+        tiles, blocks = len(layout.tiles), len(layout.blocks)
+        scratch = torch.empty(layout.elements + tiles + blocks, device=self._device)
+        energies, squares = scratch[layout.elements :], scratch[layout.elements + tiles :]
         with torch.cuda.device_of(scratch):
             launch(
-                *(kernels.products, layout.tiles.shape[0]),
-                *((table, self._fields, layout.tiles, scratch, energies), (self._is_simple, precision(), *TILE)),
+                *(kernels.products, tiles, (table, self._fields, layout.tiles, scratch, energies)),
+                (self._is_simple, precision(), *TILE),
                 num_warps=4,
                 num_stages=3,
             )
-            tensors = (table, self._fields, layout.blocks, numbers, scratch, energies)
+            tensors = (table, self._fields, layout.blocks, numbers, scratch, energies, squares)
             launch(
-                *(kernels.write, layout.blocks.shape[0], (*tensors, float(highest), float(limit or 0))),
-                (self._is_simple, limit is not None, *BLOCK),
+                *(kernels.write, blocks, (*tensors, float(highest), float(limit))),
+                (self._is_simple, rates is not None, told, *BLOCK),
                 num_warps=4,
             )
+            if not told:
+                return None
+            changes = torch.empty(len(self._problems), device=self._device)
+            tensors = (self._fields, numbers, energies, squares, changes)
+            launch(kernels.tell, len(self._problems), tensors, (), num_warps=1)
+        return changes

@@ -5,10 +5,10 @@ import triton
 import triton.language as tl
 
 # The entries of a problem in its table: addresses, sizes, whether it has a bias, where its products and tiles begin.
-INVERSE, SHIFT, UNIT, TRACE, ROWS, COLUMNS, TAPS, HAS_BIAS, START, FIRST_TILE, TILES = (
-    tl.constexpr(place) for place in range(11)
+INVERSE, SHIFT, UNIT, TRACE, ROWS, COLUMNS, TAPS, HAS_BIAS, START, FIRST_TILE, TILES, FIRST_BLOCK, BLOCKS = (
+    tl.constexpr(place) for place in range(13)
 )
-FIELDS = tl.constexpr(11)
+FIELDS = tl.constexpr(13)
 
 
 @triton.jit
@@ -85,10 +85,12 @@ def write(
     numbers,
     scratch,
     energies,
+    squares,
     rate,
     limit,
     SIMPLE: tl.constexpr,
     BOUNDED: tl.constexpr,
+    TOLD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -106,29 +108,51 @@ def write(
         width = tl.multiple_of(width, 16)
     scale = tl.load(numbers + 2 * which)
     if BOUNDED:
-        first, count = tl.load(problem + FIRST_TILE), tl.load(problem + TILES)
-        energy = tl.zeros((128,), tl.float32)
-        for start in range(0, count, 128):
-            tile = start + tl.arange(0, 128)
-            energy += tl.load(energies + first + tile, mask=tile < count, other=0.0)
+        energy = _sum(energies + tl.load(problem + FIRST_TILE), tl.load(problem + TILES))
         trace = tl.load(_address(problem + TRACE, False))
         share = tl.load(numbers + 2 * which + 1)  # how its rate and its shape count
-        change = rate * share * scale * tl.sqrt(tl.maximum(tl.sum(energy, 0) / trace, 0.0))
+        change = rate * share * scale * tl.sqrt(tl.maximum(energy / trace, 0.0))
         if (trace > 0) & (change > limit) & (change < float("inf")):
             scale *= limit / change
         elif (trace > 0) & (change == float("inf")):
             scale = 0.0 * scale
     out = scratch + tl.load(problem + START)
     dots = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    length = tl.zeros((BLOCK_ROWS,), tl.float32)
     for start in range(0, width, BLOCK_COLUMNS):
         columns = start + tl.arange(0, BLOCK_COLUMNS)
         inside = (rows < height)[:, None] & (columns < width)[None, :]
         update = tl.load(out + rows[:, None] * width + columns[None, :], mask=inside, other=0.0)
         means = tl.load(shift + columns, mask=columns < tl.where(has_bias, width, 0), other=0.0)
         dots += update * means[None, :]
+        if TOLD:
+            length += tl.sum(update * update, 1)
         place = rows[:, None] * width + _column_offsets(columns, width, taps, SIMPLE)[None, :]
         tl.store(gradient + place, scale * update, mask=inside)
     if has_bias:
         plain = tl.load(bias + rows, mask=rows < height, other=0.0)
-        unit = tl.load(_address(problem + UNIT, False))
-        tl.store(bias + rows, scale * (unit * plain - tl.sum(dots, 1)), mask=rows < height)
+        update = tl.load(_address(problem + UNIT, False)) * plain - tl.sum(dots, 1)
+        tl.store(bias + rows, scale * update, mask=rows < height)
+        length += update * update
+    if TOLD:
+        tl.store(squares + tl.program_id(0), tl.sum(length, 0))
+
+
+@triton.jit
+def _sum(values, count):
+    total = tl.zeros((128,), tl.float32)
+    for start in range(0, count, 128):
+        place = start + tl.arange(0, 128)
+        total += tl.load(values + place, mask=place < count, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def tell(problems, numbers, energies, squares, changes):
+    """How much a gradient of length 1 changes the outputs, relative to the inputs."""
+    which = tl.program_id(0)
+    problem = problems + which * FIELDS
+    energy = _sum(energies + tl.load(problem + FIRST_TILE), tl.load(problem + TILES))
+    length = _sum(squares + tl.load(problem + FIRST_BLOCK), tl.load(problem + BLOCKS))
+    share = tl.load(numbers + 2 * which + 1)
+    tl.store(changes + which, energy / length / tl.load(_address(problem + TRACE, False)) * share * share)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from consequent.gpu.moments import Window as Geometry
 from consequent.layers.autocorrelation import Window, operations, patch_moment_by_autocorrelation
 from consequent.layers.operation import Operation
 from consequent.layers.patches import pad_sides, patch_moments, patch_rows, patch_sum, positions
@@ -85,6 +86,12 @@ class Convolution(Windowed):
         sides = [side for pair in self.padding for side in pair]
         moment: Tensor = _moment(inputs, self.weight_shape, self.stride, sides, self.dilation, self.groups, ones)
         return moment
+
+    def as_images(self, inputs: Tensor) -> tuple[Tensor, Geometry] | None:
+        """Themselves, in two dimensions and one group."""
+        if self.dims != 2 or self.groups > 1:
+            return None
+        return inputs, Geometry(self.kernel_size, self.stride, self._zeros, self.dilation)  # type: ignore[arg-type]
 
     def moments(self, inputs: Tensor, *, sums: bool = True) -> tuple[Tensor, Tensor | None, int]:
         """The second moment of patches, from the auto-correlation where that is less work."""

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from consequent.gpu.moments import Window
 from consequent.layers.operation import Operation
 
 
@@ -45,6 +46,10 @@ class Linear(Operation):
     def input_gradient(self, output_grad: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
         """``Wᵀ ΔZ``."""
         return output_grad @ weight
+
+    def as_images(self, inputs: Tensor) -> tuple[Tensor, Window]:
+        """Images of one pixel."""
+        return inputs.reshape(-1, self.features, 1, 1), Window()
 
     def input_rows(self, inputs: Tensor) -> Tensor:
         """``[1, rows, features]``."""

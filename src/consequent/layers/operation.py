@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from consequent.gpu.moments import Window
 from consequent.maths.products import moment_of_rows, sum_of_rows, with_ones
 
 
@@ -123,6 +124,10 @@ class Operation(ABC):
         """
         moment, sums, rows = self.moments(inputs, sums=ones)
         return moment if sums is None else with_ones(moment, sums, rows)
+
+    def as_images(self, inputs: Tensor) -> tuple[Tensor, Window] | None:
+        """The inputs as images of which X's rows are patches, ``[images, channels, height, width]``; None if not so."""
+        return None
 
     def moments(self, inputs: Tensor, *, sums: bool = True) -> tuple[Tensor, Tensor | None, int]:
         """``Σ x xᵀ`` of the inputs without the entry 1; ``Σ x``, ``[groups, D]``, if it is asked for; and their rows."""

@@ -43,7 +43,9 @@ def damped_solve(matrix: Tensor, right: Tensor, damping: Tensor, *, is_large: bo
     may_look = may_sync(matrix)
     if may_look and not bool(is_sound.all()):
         return Solved(_solve_by_eigenvalues(matrix, right, damping), int(_failed(matrix, is_sound)))
-    if matrix.shape[-1] <= min(SMALL, right.shape[-1] - 1):
+    if matrix.is_cuda and not torch.compiler.is_compiling():
+        solution = _inverse_on_device(factor) @ right
+    elif matrix.shape[-1] <= min(SMALL, right.shape[-1] - 1):
         solution = torch.cholesky_inverse(factor) @ right
     else:
         solution = torch.cholesky_solve(right, factor)

@@ -5,19 +5,20 @@ in the systems that they ask to be solved. The node's backward pass comes after 
 at once, and hands the gradients on. It is ordinary autograd: hooks, DDP and accumulation see what they should.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from consequent.gpu import samples
+from consequent.gpu.launch import index_of
 from consequent.layers import Linear, Operation
 from consequent.maths.bound import relative_change
 from consequent.maths.damping import Damping
 from consequent.maths.ridge import Update
 from consequent.minibatch.systems import System, system_of, together
+from consequent.minibatch.wide import Wide, solve_wide, wide_call
 
 
 class Calls:
@@ -135,6 +136,8 @@ class Gathering:
         if is_dense and samples.accepts(inputs, output_grad, way.damping, ones=ones):
             call = samples.Call(inputs, output_grad, ones, way.scale)
             self.reached[node] = _Dense(way.place, call, way.damping, way.measured)
+        elif (wide := wide_call(operation, inputs, output_grad, ones=ones)) is not None:
+            self.reached[node] = Wide(way.place, *wide, way.damping, way.scale, way.measured)
         else:
             system = system_of(operation, inputs, output_grad, ones=ones)
             self.reached[node] = Reached(way.place, operation, system, way.damping, way.scale, way.measured)
@@ -146,13 +149,13 @@ class Gathering:
         told: list[Tensor] = []
         places: list[int] = []
         for calls in _alike(reached).values():
-            of_kernels = isinstance(calls[0], _Dense)
-            weights, biases, of_calls = _by_kernels(calls) if of_kernels else _together(calls)
+            of_system = isinstance(calls[0], Reached)
+            weights, biases, of_calls = _SOLVE[type(calls[0])](calls)
             told.append(of_calls)
             places += [call.place for call in calls]
             for call, weight, bias in zip(calls, weights, biases, strict=True):
                 layer = self.layers[call.place]
-                _add(found, layer.weight, weight if of_kernels else call.operation.shaped_like_weight(weight))
+                _add(found, layer.weight, call.operation.shaped_like_weight(weight) if of_system else weight)
                 _add(found, layer.bias, bias)
         if not told:
             return found, None
@@ -174,7 +177,7 @@ def _add(found: dict[int, Tensor], parameter: Tensor | None, gradient: Tensor | 
 def _alike(reached: Sequence[Any]) -> dict[Any, list[Any]]:
     alike: dict[Any, list[Any]] = {}
     for one in reached:
-        alike.setdefault(one.key, []).append(one)
+        alike.setdefault((type(one), one.key), []).append(one)
     return alike
 
 
@@ -205,10 +208,7 @@ def _told(calls: Sequence[Reached], update: Update) -> Tensor:
     return told
 
 
-@lru_cache(maxsize=64)
-def index_of(places: tuple[int, ...], device: torch.device) -> Tensor:
-    """Places as a tensor: they are the same at most steps."""
-    return torch.tensor(places, device=device)
+_SOLVE: dict[type, Callable[[Any], samples.Updates]] = {_Dense: _by_kernels, Wide: solve_wide, Reached: _together}
 
 
 class _Gather(torch.autograd.Function):

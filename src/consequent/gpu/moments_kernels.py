@@ -1,0 +1,101 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The two launches of :mod:`consequent.gpu.moments`: tiles of second moments, part by part, and their sums."""
+
+import triton
+import triton.language as tl
+
+# The entries of a problem in its tables.
+INPUTS, MOMENT, SUMS = (tl.constexpr(place) for place in range(3))
+ADDRESSES = tl.constexpr(3)
+(ROWS, CHANNELS, HEIGHT, WIDTH, POSITIONS, ACROSS, TAPS, TAPS_ACROSS, STEP_Y, STEP_X, PAD_Y, PAD_X, APART_Y, APART_X,
+ PER_IMAGE, PER_CHANNEL, PER_LINE, PER_PIXEL) = (tl.constexpr(place) for place in range(18))  # fmt: skip
+SIZES = tl.constexpr(18)
+
+
+@triton.jit
+def _columns(size, first, TILE: tl.constexpr):
+    """Of features: their offsets in memory and those of their taps in the image; and which there are."""
+    feature = first + tl.arange(0, TILE)
+    taps = tl.load(size + TAPS)
+    channel, tap = feature // taps, feature % taps
+    across = tl.load(size + TAPS_ACROSS)
+    y, x = tap // across * tl.load(size + APART_Y), tap % across * tl.load(size + APART_X)
+    place = channel * tl.load(size + PER_CHANNEL) + y * tl.load(size + PER_LINE) + x * tl.load(size + PER_PIXEL)
+    return place, y, x, channel < tl.load(size + CHANNELS)
+
+
+@triton.jit
+def _patches(inputs, place, y, x, is_row, columns, column_y, column_x, is_column, height, width):
+    """Rows and columns of the patch matrix; zeros outside of the image."""
+    at_y, at_x = y[:, None] + column_y[None, :], x[:, None] + column_x[None, :]
+    inside = (at_y >= 0) & (at_y < height) & (at_x >= 0) & (at_x < width)
+    return tl.load(inputs + place[:, None] + columns[None, :], mask=inside & is_row[:, None] & is_column[None, :], other=0.0)
+
+
+@triton.jit
+def parts(
+    addresses,
+    sizes,
+    programs,
+    scratch,
+    KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``Σ x xᵀ`` of a tile on or below the diagonal, and of one on it ``Σ x``, over some of the rows."""
+    program = programs + 5 * tl.program_id(0)
+    problem, first, second = tl.load(program), tl.load(program + 1), tl.load(program + 2)
+    start, stop = tl.load(program + 3), tl.load(program + 4)
+    size = sizes + problem * SIZES
+    inputs = tl.load(addresses + problem * ADDRESSES + INPUTS).to(tl.pointer_type(KIND))
+    left, left_y, left_x, is_left = _columns(size, first, TILE)
+    right, right_y, right_x, is_right = _columns(size, second, TILE)
+    height, width = tl.load(size + HEIGHT), tl.load(size + WIDTH)
+    positions, across = tl.load(size + POSITIONS), tl.load(size + ACROSS)
+    total = tl.zeros((TILE, TILE), tl.float32)
+    sums = tl.zeros((TILE,), tl.float32)
+    for begin in range(start, stop, BLOCK):
+        row = begin + tl.arange(0, BLOCK)
+        position = row % positions
+        y = position // across * tl.load(size + STEP_Y) - tl.load(size + PAD_Y)
+        x = position % across * tl.load(size + STEP_X) - tl.load(size + PAD_X)
+        place = row // positions * tl.load(size + PER_IMAGE)
+        place += y * tl.load(size + PER_LINE) + x * tl.load(size + PER_PIXEL)
+        is_row = row < stop
+        a = _patches(inputs, place, y, x, is_row, left, left_y, left_x, is_left, height, width)
+        b = _patches(inputs, place, y, x, is_row, right, right_y, right_x, is_right, height, width)
+        total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
+        sums += tl.sum(a.to(tl.float32), 0)
+    out = scratch + tl.program_id(0).to(tl.int64) * (TILE + 1) * TILE
+    within = tl.arange(0, TILE)
+    tl.store(out + within[:, None] * TILE + within[None, :], total)
+    tl.store(out + TILE * TILE + within, sums)
+
+
+@triton.jit
+def combine(addresses, sizes, tiles, scratch, TILE: tl.constexpr):
+    """A tile's parts, added to the moment, and above the diagonal the same once more."""
+    tile = tiles + 5 * tl.program_id(0)
+    problem, first, second = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    begin, count = tl.load(tile + 3).to(tl.int64), tl.load(tile + 4)
+    size = sizes + problem * SIZES
+    width = tl.load(size + CHANNELS) * tl.load(size + TAPS)
+    within = tl.arange(0, TILE)
+    total = tl.zeros((TILE, TILE), tl.float32)
+    sums = tl.zeros((TILE,), tl.float32)
+    for part in range(count):
+        source = scratch + (begin + part) * (TILE + 1) * TILE
+        total += tl.load(source + within[:, None] * TILE + within[None, :])
+        sums += tl.load(source + TILE * TILE + within)
+    rows, columns = first + within, second + within
+    inside = (rows < width)[:, None] & (columns < width)[None, :]
+    moment = tl.load(addresses + problem * ADDRESSES + MOMENT).to(tl.pointer_type(tl.float32))
+    place = moment + rows[:, None] * width + columns[None, :]
+    tl.store(place, tl.load(place, mask=inside, other=0.0) + total, mask=inside)
+    if first == second:
+        place = tl.load(addresses + problem * ADDRESSES + SUMS).to(tl.pointer_type(tl.float32)) + rows
+        tl.store(place, tl.load(place, mask=rows < width, other=0.0) + sums, mask=rows < width)
+    else:
+        place = moment + columns[None, :] * width + rows[:, None]
+        tl.store(place, tl.load(place, mask=inside, other=0.0) + total, mask=inside)
