@@ -32,7 +32,7 @@ class Corrected:
         self._strides = ()
         if layer.kind.has_rows_of_outputs and not is_sharded(self.weight) and len(inverse.unit) == 1:
             if accepts(self.weight):
-                self.problem = Problem(self.weight, self.bias is not None, inverse, self.scale)
+                self.problem = Problem(self.weight, self.bias is not None, *inverse[:4], self.scale)
                 self._strides = self.weight.stride()
 
     @property

@@ -76,8 +76,9 @@ class InputObserver(Replacement):
         if found is None:
             return outputs
         operation, inputs = found
-        self._may_wait = self.waiting is None and inputs.requires_grad  # other inputs may be overwritten until the step
         rows, inside = operation.rows(outputs), where is Where.INSIDE
+        # Inputs of the model itself may be overwritten until the step.
+        self._may_wait = self.waiting is None and inputs.requires_grad and accepts(inputs, rows, operation.features)
         divisor = 0 if inside else loss_divisor(self._loss_reduction, operation.samples_in(inputs))
         device = inputs.device.type
         if not torch.is_autocast_enabled(device):
@@ -118,7 +119,7 @@ class InputObserver(Replacement):
             self.moment.add_(moment[:, :-1, :-1])
             self.sums.add_(moment[:, :-1, -1])
             return inputs
-        images = operation.as_images(inputs) if self._may_wait and accepts(inputs) else None
+        images = operation.as_images(inputs) if self._may_wait else None
         if images is not None and self.moment.dtype is torch.float32:
             self.waiting = Source(*images, self.moment[0], self.sums[0])
             return inputs

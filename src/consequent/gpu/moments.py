@@ -12,7 +12,8 @@ from torch import Tensor
 
 from consequent.gpu.launch import Addresses, is_in_reach, launch, on_device, precision
 
-LARGEST = 2**22  # elements of inputs; for larger ones a product of torch is as fast, and takes no less of the host
+LARGEST = 2**22  # elements of inputs that are summed up here,
+MOST = 2**32  # and multiplications. The products of torch are faster than these; but for small ones the host is slow
 TILE, BLOCK, PART = 64, 32, 2048  # features of a tile; rows at a time; rows of one program
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -42,9 +43,10 @@ class Source(NamedTuple):
     sums: Tensor
 
 
-def accepts(inputs: Tensor) -> bool:
+def accepts(inputs: Tensor, rows: int, features: int) -> bool:
     """Whether moments of such inputs are summed up here."""
-    return 0 < inputs.numel() <= LARGEST and inputs.dtype in DTYPES and is_in_reach(inputs)
+    is_small = 0 < inputs.numel() <= LARGEST and rows * features**2 <= MOST
+    return is_small and inputs.dtype in DTYPES and is_in_reach(inputs)
 
 
 class _Layout(NamedTuple):

@@ -13,15 +13,24 @@ SIZES = tl.constexpr(18)
 
 
 @triton.jit
+def _feature(size, number):
+    """Channel and tap of features. They are counted as they lie in memory, so that a warp reads what lies together."""
+    channels, taps = tl.load(size + CHANNELS), tl.load(size + TAPS)
+    if tl.load(size + PER_CHANNEL) == 1:
+        channel, tap = number % channels, number // channels
+    else:
+        channel, tap = number // taps, number % taps
+    return channel, tap
+
+
+@triton.jit
 def _columns(size, first, TILE: tl.constexpr):
     """Of features: their offsets in memory and those of their taps in the image; and which there are."""
-    feature = first + tl.arange(0, TILE)
-    taps = tl.load(size + TAPS)
-    channel, tap = feature // taps, feature % taps
+    channel, tap = _feature(size, first + tl.arange(0, TILE))
     across = tl.load(size + TAPS_ACROSS)
     y, x = tap // across * tl.load(size + APART_Y), tap % across * tl.load(size + APART_X)
     place = channel * tl.load(size + PER_CHANNEL) + y * tl.load(size + PER_LINE) + x * tl.load(size + PER_PIXEL)
-    return place, y, x, channel < tl.load(size + CHANNELS)
+    return place, y, x, (channel < tl.load(size + CHANNELS)) & (tap < tl.load(size + TAPS))
 
 
 @triton.jit
@@ -80,7 +89,8 @@ def combine(addresses, sizes, tiles, scratch, TILE: tl.constexpr):
     problem, first, second = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     begin, count = tl.load(tile + 3).to(tl.int64), tl.load(tile + 4)
     size = sizes + problem * SIZES
-    width = tl.load(size + CHANNELS) * tl.load(size + TAPS)
+    taps = tl.load(size + TAPS)
+    width = tl.load(size + CHANNELS) * taps
     within = tl.arange(0, TILE)
     total = tl.zeros((TILE, TILE), tl.float32)
     sums = tl.zeros((TILE,), tl.float32)
@@ -88,14 +98,18 @@ def combine(addresses, sizes, tiles, scratch, TILE: tl.constexpr):
         source = scratch + (begin + part) * (TILE + 1) * TILE
         total += tl.load(source + within[:, None] * TILE + within[None, :])
         sums += tl.load(source + TILE * TILE + within)
-    rows, columns = first + within, second + within
-    inside = (rows < width)[:, None] & (columns < width)[None, :]
+    channel, tap = _feature(size, first + within)
+    is_row = first + within < width
+    rows = channel * taps + tap
+    channel, tap = _feature(size, second + within)
+    inside = is_row[:, None] & (second + within < width)[None, :]
+    columns = channel * taps + tap
     moment = tl.load(addresses + problem * ADDRESSES + MOMENT).to(tl.pointer_type(tl.float32))
     place = moment + rows[:, None] * width + columns[None, :]
     tl.store(place, tl.load(place, mask=inside, other=0.0) + total, mask=inside)
     if first == second:
-        place = tl.load(addresses + problem * ADDRESSES + SUMS).to(tl.pointer_type(tl.float32)) + rows
-        tl.store(place, tl.load(place, mask=rows < width, other=0.0) + sums, mask=rows < width)
+        known = tl.load(addresses + problem * ADDRESSES + SUMS).to(tl.pointer_type(tl.float32)) + rows
+        tl.store(known, tl.load(known, mask=is_row, other=0.0) + sums, mask=is_row)
     else:
-        place = moment + columns[None, :] * width + rows[:, None]
-        tl.store(place, tl.load(place, mask=inside, other=0.0) + total, mask=inside)
+        mirrored = moment + columns[None, :] * width + rows[:, None]
+        tl.store(mirrored, tl.load(mirrored, mask=inside, other=0.0) + total, mask=inside)

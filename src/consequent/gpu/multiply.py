@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from consequent.gpu.launch import Addresses, index_of, is_dense, launch, on_device, precision, takes
-from consequent.maths.inverse import Inverse
 
 AT_ONCE = 2**26  # elements of the products that are kept between the launches
 TILE = (128, 128, 32)  # rows and columns of a product that one program computes, and how many inner ones at a time
@@ -26,13 +25,19 @@ class Problem(NamedTuple):
     Attributes:
         weight: a tensor of the shape, and the order in memory, of the gradients of the layer's weight.
         has_bias: whether there are gradients of a bias.
-        inverse: of the layer's inputs, in one group.
+        matrix: K of :mod:`consequent.maths.inverse`, ``[1, D, D]``,
+        shift: m,
+        unit: κ,
+        trace: and the trace of the moment.
         scale: by which updates are multiplied.
     """
 
     weight: Tensor
     has_bias: bool
-    inverse: Inverse
+    matrix: Tensor
+    shift: Tensor
+    unit: Tensor
+    trace: Tensor
     scale: float
 
     @property
@@ -43,12 +48,12 @@ class Problem(NamedTuple):
     @property
     def is_simple(self) -> bool:
         """Whether rows of the gradient begin at multiples of 64 bytes, and lie in their order."""
-        return self.taps == 1 and self.inverse.matrix.shape[-1] % 16 == 0
+        return self.taps == 1 and self.matrix.shape[-1] % 16 == 0
 
     @property
     def share(self) -> float:
         """``√(columns / outputs)``, by which the bound goes."""
-        return sqrt((self.inverse.matrix.shape[-1] + self.has_bias) / self.weight.shape[0])
+        return sqrt((self.matrix.shape[-1] + self.has_bias) / self.weight.shape[0])
 
 
 Gradients = Sequence[tuple[Tensor, Tensor | None]]  # of weights and biases
@@ -143,11 +148,11 @@ class _Launch:
     def __init__(self, problems: Sequence[Problem]) -> None:
         self._problems, self._is_simple = list(problems), problems[0].is_simple
         self._device = problems[0].weight.device
-        shapes = tuple([(one.weight.shape[0], one.inverse.matrix.shape[-1]) for one in problems])
+        shapes = tuple([(one.weight.shape[0], one.matrix.shape[-1]) for one in problems])
         layout = self._layout = _layout(shapes, self._device)
         fields: list[int] = []
         for place, one in enumerate(problems):
-            matrices = (one.inverse.matrix, one.inverse.shift, one.inverse.unit, one.inverse.trace)
+            matrices = (one.matrix, one.shift, one.unit, one.trace)
             fields += [*(part.data_ptr() for part in matrices), *shapes[place], one.taps, int(one.has_bias)]
             fields += [layout.starts[place], layout.first_tiles[place], layout.counts[place]]
             fields += [layout.first_blocks[place], layout.block_counts[place]]

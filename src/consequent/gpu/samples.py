@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from consequent.gpu.inverse import LEAST
 from consequent.gpu.launch import Addresses, launch, on_device, precision, takes
-from consequent.maths.damping import Damping
-from consequent.maths.factorisation import LEAST_PIVOT
 
 MOST = 128  # samples
 TILE = (64, 128)  # outputs and features of an update that one program computes
@@ -49,14 +48,11 @@ class Updates(NamedTuple):
     told: Tensor
 
 
-def accepts(inputs: Tensor, output_grads: Tensor, damping: Damping, *, ones: bool) -> bool:
-    """Whether a call may be solved here: few samples, and a damping that is above all rounding."""
+def accepts(inputs: Tensor, output_grads: Tensor, *, ones: bool) -> bool:
+    """Whether a call may be solved here."""
     if inputs.ndim != 2 or not 0 < inputs.shape[0] <= min(MOST, inputs.shape[1] + ones):
         return False
-    samples, features = inputs.shape
-    if not takes(inputs) or output_grads.dtype is not torch.float32:
-        return False
-    return damping.is_large(samples, features + ones, inputs.dtype)
+    return takes(inputs) and output_grads.dtype is torch.float32
 
 
 class _Layout(NamedTuple):
@@ -87,12 +83,12 @@ def _layout(shapes: tuple[tuple[int, int, int, int, float], ...], device: torch.
 _addresses = Addresses()
 
 
-def update_all(calls: Sequence[Call], damping: Damping, *, measured: bool) -> Updates:
+def update_all(calls: Sequence[Call], damping: float, *, measured: bool) -> Updates:
     """The updates of all calls.
 
     Args:
         calls: of one device.
-        damping: λ, a relative one.
+        damping: λ, relative to the mean eigenvalue, and above all rounding.
         measured: whether it is to be told how much outputs change.
     """
     from consequent.gpu import samples_kernels as kernels
@@ -115,11 +111,10 @@ def update_all(calls: Sequence[Call], damping: Damping, *, measured: bool) -> Up
     inverses = torch.empty(len(calls), size, size, device=device)
     numbers = torch.empty(6 * len(calls) + 2 * layout.tiles_of_outputs, device=device)
     notes, told, energies = numbers.split([3 * len(calls), 3 * len(calls), 2 * layout.tiles_of_outputs])
-    least = LEAST_PIVOT * torch.finfo(torch.float32).eps
     with torch.cuda.device_of(memory):
         launch(
-            *(kernels.inverses, len(calls), (table, layout.sizes, inverses, notes, damping.value)),
-            (least, precision(), size, BLOCK),
+            *(kernels.inverses, len(calls), (table, layout.sizes, inverses, notes, damping)),
+            (LEAST, precision(), size, BLOCK),
             num_warps=8 if size > 32 else 4,
         )
         launch(

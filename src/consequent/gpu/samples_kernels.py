@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from consequent.gpu.elimination import inverse
+
 # The entries of a call in its table.
 INPUTS, OUTPUT_GRADS, WEIGHT, BIAS = (tl.constexpr(place) for place in range(4))
 SAMPLES, FEATURES, OUTPUTS, ONES, FIRST_TILE, TILES = (tl.constexpr(place) for place in range(6))
@@ -29,11 +31,7 @@ def inverses(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``(XXᵀ + λI)⁻¹`` of one call, by Gauss–Jordan elimination of the matrix with a diagonal of ones.
-
-    Eliminating sample j takes the outer product of its column and its row off the matrix. With p − 1 and p + 1 in the
-    place of the pivot p, it leaves there what belongs there.
-    """
+    """``(XXᵀ + λI)⁻¹`` of one call."""
     call = tl.program_id(0)
     size = sizes + call * SIZES
     samples, features = tl.load(size + SAMPLES), tl.load(size + FEATURES)
@@ -55,15 +53,7 @@ def inverses(
     scale_rows = tl.rsqrt(tl.sum(tl.where(is_diagonal, matrix, 0.0), 1))
     scale_columns = tl.rsqrt(tl.sum(tl.where(is_diagonal, matrix, 0.0), 0))
     matrix *= scale_rows[:, None] * scale_columns[None, :]
-    smallest = level * 0.0 + 1.0
-    for j in range(samples):
-        row = tl.sum(tl.where(rows[:, None] == j, matrix, 0.0), 0)
-        column = tl.sum(tl.where(rows[None, :] == j, matrix, 0.0), 1)
-        pivot = tl.sum(tl.where(rows == j, row, 0.0), 0)
-        smallest = tl.where(pivot < smallest, pivot, smallest)
-        row = tl.where(rows == j, pivot + 1.0, row)
-        column = tl.where(rows == j, pivot - 1.0, column) / pivot
-        matrix -= column[:, None] * row[None, :]
+    matrix, smallest = inverse(matrix, SIZE)
     matrix *= scale_rows[:, None] * scale_columns[None, :]
     matrix = tl.where(smallest >= LEAST, matrix, tl.where(is_diagonal, 1.0 / (trace + level), 0.0))
     tl.store(out + call * SIZE * SIZE + rows[:, None] * SIZE + rows[None, :], tl.where(inside, matrix, 0.0))
@@ -95,10 +85,10 @@ def updates(
     samples, features, outputs = tl.load(size + SAMPLES), tl.load(size + FEATURES), tl.load(size + OUTPUTS)
     rows = tl.arange(0, SIZE)
     o, d = first_output + tl.arange(0, BLOCK_OUTPUTS), first_feature + tl.arange(0, BLOCK_FEATURES)
-    inverse = tl.load(inverses + call * SIZE * SIZE + rows[:, None] * SIZE + rows[None, :])
+    solver = tl.load(inverses + call * SIZE * SIZE + rows[:, None] * SIZE + rows[None, :])
     mask = (rows < samples)[:, None] & (o < outputs)[None, :]
     wanted = tl.load(_pointer(address + OUTPUT_GRADS) + rows[:, None] * outputs + o[None, :], mask=mask, other=0.0)
-    coefficients = tl.dot(inverse, wanted, input_precision="tf32x3")
+    coefficients = tl.dot(solver, wanted, input_precision="tf32x3")
     mask = (rows < samples)[:, None] & (d < features)[None, :]
     x = tl.load(_pointer(address + INPUTS) + rows[:, None] * features + d[None, :], mask=mask, other=0.0)
     update = tl.dot(tl.trans(coefficients), x, input_precision=PRECISION)

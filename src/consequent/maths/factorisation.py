@@ -11,10 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from consequent.gpu.inverse import LEAST_PIVOT, damped_inverses
+from consequent.gpu.inverse import accepts as is_for_kernels
 from consequent.maths.precision import may_sync
-
-# A pivot below so many roundings of its own diagonal entry may be a fraction of the true one.
-LEAST_PIVOT = 128
 
 # Up to this size a product with the inverse is faster than two triangular solves for more right-hand sides.
 SMALL = 128
@@ -39,6 +38,9 @@ def damped_solve(matrix: Tensor, right: Tensor, damping: Tensor, *, is_large: bo
         damping: λ, ``[groups]``.
         is_large: whether λ is known to be above all rounding, so that pivots need not be looked at.
     """
+    if is_large and is_for_kernels(matrix):
+        inverse, failed = damped_inverses(matrix, damping)
+        return Solved(inverse @ right, failed)
     factor, is_sound = _factor(matrix, damping, is_large)
     may_look = may_sync(matrix)
     if may_look and not bool(is_sound.all()):
@@ -66,6 +68,8 @@ def damped_inverse(
         is_large: as there.
         whole: ``[groups, n]``, the diagonal that rounding is measured by, where the matrix is what is left of another.
     """
+    if is_large and is_for_kernels(matrix):
+        return Solved(*damped_inverses(matrix, damping))
     factor, is_sound = _factor(matrix, damping, is_large, whole)
     if not may_sync(matrix):
         inverse = _inverse_on_device(factor)

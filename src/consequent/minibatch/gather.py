@@ -133,7 +133,8 @@ class Gathering:
             way: how the call is corrected.
         """
         is_dense = isinstance(operation, Linear) and operation.has_rows_of_outputs
-        if is_dense and samples.accepts(inputs, output_grad, way.damping, ones=ones):
+        is_large = is_dense and way.damping.is_large(len(inputs), operation.features + ones, inputs.dtype)
+        if is_large and samples.accepts(inputs, output_grad, ones=ones):
             call = samples.Call(inputs, output_grad, ones, way.scale)
             self.reached[node] = _Dense(way.place, call, way.damping, way.measured)
         elif (wide := wide_call(operation, inputs, output_grad, ones=ones)) is not None:
@@ -182,7 +183,7 @@ def _alike(reached: Sequence[Any]) -> dict[Any, list[Any]]:
 
 
 def _by_kernels(calls: Sequence[_Dense]) -> samples.Updates:
-    return samples.update_all([one.call for one in calls], calls[0].damping, measured=calls[0].measured)
+    return samples.update_all([one.call for one in calls], calls[0].damping.value, measured=calls[0].measured)
 
 
 def _together(calls: Sequence[Reached]) -> samples.Updates:

@@ -58,7 +58,7 @@ def wide_call(operation: Operation, inputs: Tensor, output_grad: Tensor, *, ones
     rows = operation.rows(output_grad)
     if rows <= operation.features + ones or operation.groups > 1 or not operation.has_rows_of_outputs:
         return None
-    patches = operation.as_images(inputs) if accepts(inputs) else None
+    patches = operation.as_images(inputs) if accepts(inputs, rows, operation.features) else None
     if patches is None:
         return None
     weight_grad = at_least_float32(operation.weight_gradient(inputs, output_grad))
@@ -97,7 +97,7 @@ def solve_wide(calls: Sequence[Wide]) -> Updates:
     gradients = [(call.weight_grad, call.bias_grad) for call in calls]
     multiplication = Multiplication(
         [
-            Problem(call.weight_grad, call.bias_grad is not None, inverse, call.scale / call.rows)
+            Problem(call.weight_grad, call.bias_grad is not None, *inverse[:4], call.scale / call.rows)
             for call, inverse in zip(calls, inverses, strict=True)
         ]
     )
