@@ -35,11 +35,12 @@ def damped_inverses(matrix: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
     programs, width = groups * tiles * tiles, tiles * TILE
     source, target = torch.empty(2, groups, width, width, device=device).unbind()
     inverse, pivots = torch.empty_like(matrix), torch.empty(groups, tiles, device=device)
-    failed = torch.zeros(groups, device=device)
+    small, failed = torch.empty(groups, TILE, TILE, device=device), torch.zeros(groups, device=device)
     with torch.cuda.device_of(matrix):
         launch(kernels.start, programs, (matrix, damping, source, size, tiles, 0), (TILE,), num_warps=4)
         for step in range(tiles):
-            launch(kernels.eliminate, programs, (source, target, pivots, size, tiles, step), (TILE,), num_warps=4)
+            launch(kernels.invert_pivot, groups, (source, small, pivots, size, tiles, step), (TILE,), num_warps=1)
+            launch(kernels.eliminate, programs, (source, target, small, size, tiles, step), (TILE,), num_warps=4)
             source, target = target, source
         tensors = (source, matrix, damping, pivots, inverse, failed)
         launch(kernels.finish, programs, (*tensors, size, tiles, 0), (LEAST, TILE), num_warps=4)

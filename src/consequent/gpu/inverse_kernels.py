@@ -46,19 +46,26 @@ def start(matrices, damping, out, size, tiles, step, TILE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def eliminate(source, target, pivots, size, tiles, step, TILE: tl.constexpr):
+def invert_pivot(source, inverses, pivots, size, tiles, step, TILE: tl.constexpr):
+    """The inverse of a tile on the diagonal: the work of one warp, whose threads need not wait for others."""
+    matrix, within = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    tile, smallest = inverse(tl.load(source + _place(matrix, step, step, tiles, TILE)), TILE)
+    tl.store(inverses + (matrix * TILE + within[:, None]) * TILE + within[None, :], tile)
+    tl.store(pivots + matrix * tiles + step, smallest)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def eliminate(source, target, inverses, size, tiles, step, TILE: tl.constexpr):
     """One row and one column of tiles (:mod:`consequent.gpu.elimination`)."""
     matrix, x, y = _tile(tiles)
-    pivot, smallest = inverse(tl.load(source + _place(matrix, step, step, tiles, TILE)), TILE)
     within = tl.arange(0, TILE)
+    pivot = tl.load(inverses + (matrix * TILE + within[:, None]) * TILE + within[None, :])
     eye = tl.where(within[:, None] == within[None, :], 1.0, 0.0)
     columns = tl.load(source + _place(matrix, x, step, tiles, TILE)) - tl.where(x == step, eye, 0.0)
     rows = tl.load(source + _place(matrix, step, y, tiles, TILE)) + tl.where(y == step, eye, 0.0)
     tile = tl.load(source + _place(matrix, x, y, tiles, TILE))
     columns = tl.dot(columns, pivot, input_precision="tf32x3")
     tl.store(target + _place(matrix, x, y, tiles, TILE), tile - tl.dot(columns, rows, input_precision="tf32x3"))
-    if (x == step) & (y == step):
-        tl.store(pivots + matrix * tiles + step, smallest)
 
 
 @triton.jit(do_not_specialize=_SIZES)

@@ -15,6 +15,7 @@ from consequent.gpu.launch import Addresses, is_in_reach, launch, on_device, pre
 LARGEST = 2**22  # elements of inputs that are summed up here,
 MOST = 2**32  # and multiplications. The products of torch are faster than these; but for small ones the host is slow
 TILE, BLOCK, PART = 64, 32, 2048  # features of a tile; rows at a time; rows of one program
+OFFSET = 2**14  # of coordinates, as some are below zero; also in moments_kernels.py
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -45,37 +46,43 @@ class Source(NamedTuple):
 
 def accepts(inputs: Tensor, rows: int, features: int) -> bool:
     """Whether moments of such inputs are summed up here."""
-    is_small = 0 < inputs.numel() <= LARGEST and rows * features**2 <= MOST
+    is_small = 0 < inputs.numel() <= LARGEST and rows * features**2 <= MOST and max(inputs.shape[1:]) < OFFSET
     return is_small and inputs.dtype in DTYPES and is_in_reach(inputs)
 
 
 class _Layout(NamedTuple):
     sizes: Tensor
+    positions: Tensor
     programs: Tensor
     tiles: Tensor
 
 
 @lru_cache(maxsize=64)
 def _layout(shapes: tuple[tuple[tuple[int, ...], tuple[int, ...], Window], ...], device: torch.device) -> _Layout:
-    sizes, programs, tiles = [], [], []
+    sizes, programs, tiles, positions = [], [], [], []
+    known: dict[tuple[object, ...], int] = {}
     for problem, (shape, strides, window) in enumerate(shapes):
         images, channels, *space = shape
-        counts = [
-            (size + 2 * pad - apart * (taps - 1) - 1) // step + 1
-            for size, taps, step, pad, apart in zip(space, *window, strict=True)
-        ]
         taps, stride, padding, dilation = window
-        rows, features = images * counts[0] * counts[1], channels * taps[0] * taps[1]
+        counts = [
+            (size + 2 * pad - apart * (tap - 1) - 1) // step + 1
+            for size, tap, step, pad, apart in zip(space, *window, strict=True)
+        ]
+        lines, pixels = (range(-pad, count * step - pad, step) for count, step, pad in zip(counts, stride, padding))
+        if (lines, pixels) not in known:
+            known[lines, pixels] = len(positions)
+            positions += [((y + OFFSET) << 16) + x + OFFSET for y in lines for x in pixels]
+        rows, features = images * len(lines) * len(pixels), channels * taps[0] * taps[1]
         sizes.append(
-            (rows, channels, *space, counts[0] * counts[1], counts[1], taps[0] * taps[1], taps[1])
-            + (*stride, *padding, *dilation, *strides)
+            (channels, *space, len(lines) * len(pixels), known[lines, pixels], taps[0] * taps[1], taps[1])
+            + (*dilation, *strides)
         )
         for first in range(0, features, TILE):
             for second in range(0, first + 1, TILE):
                 starts = range(0, rows, PART)
                 tiles.append((problem, first, second, len(programs), len(starts)))
                 programs += [(problem, first, second, start, min(start + PART, rows)) for start in starts]
-    return _Layout(*(on_device(table, torch.int32, device) for table in (sizes, programs, tiles)))
+    return _Layout(*(on_device(table, torch.int32, device) for table in (sizes, positions, programs, tiles)))
 
 
 _addresses = Addresses()
@@ -100,7 +107,7 @@ def _add(sources: Sequence[Source], dtype: torch.dtype) -> None:
     scratch = torch.empty(len(layout.programs) * (TILE + 1) * TILE, device=device)
     with torch.cuda.device_of(scratch):
         launch(
-            *(kernels.parts, len(layout.programs), (table, layout.sizes, layout.programs, scratch)),
+            *(kernels.parts, len(layout.programs), (table, layout.sizes, layout.positions, layout.programs, scratch)),
             (getattr(tl, DTYPES[dtype]), precision(), TILE, BLOCK),
             num_warps=4,
             num_stages=3,

@@ -7,9 +7,12 @@ import triton.language as tl
 # The entries of a problem in its tables.
 INPUTS, MOMENT, SUMS = (tl.constexpr(place) for place in range(3))
 ADDRESSES = tl.constexpr(3)
-(ROWS, CHANNELS, HEIGHT, WIDTH, POSITIONS, ACROSS, TAPS, TAPS_ACROSS, STEP_Y, STEP_X, PAD_Y, PAD_X, APART_Y, APART_X,
- PER_IMAGE, PER_CHANNEL, PER_LINE, PER_PIXEL) = (tl.constexpr(place) for place in range(18))  # fmt: skip
-SIZES = tl.constexpr(18)
+CHANNELS, HEIGHT, WIDTH, POSITIONS, FIRST_POSITION, TAPS, TAPS_ACROSS, APART_Y, APART_X = (
+    tl.constexpr(place) for place in range(9)
+)
+PER_IMAGE, PER_CHANNEL, PER_LINE, PER_PIXEL = (tl.constexpr(place) for place in range(9, 13))
+SIZES = tl.constexpr(13)
+OFFSET = tl.constexpr(2**14)  # which coordinates have, as some are below zero
 
 
 @triton.jit
@@ -45,6 +48,7 @@ def _patches(inputs, place, y, x, is_row, columns, column_y, column_x, is_column
 def parts(
     addresses,
     sizes,
+    positions,
     programs,
     scratch,
     KIND: tl.constexpr,
@@ -61,21 +65,23 @@ def parts(
     left, left_y, left_x, is_left = _columns(size, first, TILE)
     right, right_y, right_x, is_right = _columns(size, second, TILE)
     height, width = tl.load(size + HEIGHT), tl.load(size + WIDTH)
-    positions, across = tl.load(size + POSITIONS), tl.load(size + ACROSS)
+    rows = positions + tl.load(size + FIRST_POSITION)
+    per_image, count = tl.load(size + PER_IMAGE), tl.load(size + POSITIONS)
+    per_line, per_pixel = tl.load(size + PER_LINE), tl.load(size + PER_PIXEL)
     total = tl.zeros((TILE, TILE), tl.float32)
     sums = tl.zeros((TILE,), tl.float32)
     for begin in range(start, stop, BLOCK):
         row = begin + tl.arange(0, BLOCK)
-        position = row % positions
-        y = position // across * tl.load(size + STEP_Y) - tl.load(size + PAD_Y)
-        x = position % across * tl.load(size + STEP_X) - tl.load(size + PAD_X)
-        place = row // positions * tl.load(size + PER_IMAGE)
-        place += y * tl.load(size + PER_LINE) + x * tl.load(size + PER_PIXEL)
         is_row = row < stop
+        image = row // count
+        position = tl.load(rows + row - image * count, mask=is_row, other=0)
+        y, x = (position >> 16) - OFFSET, (position & 0xFFFF) - OFFSET
+        place = image * per_image + y * per_line + x * per_pixel
         a = _patches(inputs, place, y, x, is_row, left, left_y, left_x, is_left, height, width)
         b = _patches(inputs, place, y, x, is_row, right, right_y, right_x, is_right, height, width)
         total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
-        sums += tl.sum(a.to(tl.float32), 0)
+        if first == second:
+            sums += tl.sum(a.to(tl.float32), 0)
     out = scratch + tl.program_id(0).to(tl.int64) * (TILE + 1) * TILE
     within = tl.arange(0, TILE)
     tl.store(out + within[:, None] * TILE + within[None, :], total)

@@ -14,7 +14,7 @@ from consequent.gpu.inverse import LEAST
 from consequent.gpu.launch import Addresses, launch, on_device, precision, takes
 
 MOST = 128  # samples
-TILE = (64, 128)  # outputs and features of an update that one program computes
+TILE = (64, 256)  # outputs and features of an update that one program computes
 BLOCK = 64  # features of a Gram matrix that are summed up at a time
 
 
@@ -121,7 +121,7 @@ def update_all(calls: Sequence[Call], damping: float, *, measured: bool) -> Upda
             *(kernels.updates, len(layout.tiles)),
             (table, layout.sizes, layout.tiles, layout.scales, inverses, notes, energies),
             (measured, precision(), size, *TILE),
-            num_warps=4,
+            num_warps=8,
         )
         launch(kernels.tell, len(calls), (layout.sizes, notes, energies, told), (measured,), num_warps=1)
     return Updates(weights, biases, told.view(-1, 3))
