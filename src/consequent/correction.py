@@ -77,6 +77,7 @@ class Correction:
             assert kind is not None
             damping = self.settings.damping or _default_damping(optimizer_of.get(weight, first))
             averaging, uses = self.settings.averaging, len(names[weight])
+            averaging = self.settings.beta if self.settings.is_auto else averaging
             why = why_own_inputs(layer, kind.of(layer), averaging, optimizer_of, uses)
             reduction, forward = self.settings.loss_reduction, self._model_forward
             if why is None:
@@ -91,8 +92,26 @@ class Correction:
         averaged = [one for one in self.averaged.values() if optimizer_of.get(_weight(one.layer)) is optimizer]
         own = [one for one in self.own_inputs.values() if optimizer_of.get(_weight(one.module), optimizer) is optimizer]
         settings, forward = self.settings, self._model_forward
-        averages = Averages(averaged, forward, settings.averaging or 0.0, settings.refresh, settings.loss_reduction)
-        return OptimizerStep(optimizer, averages, own, settings.bound, list(self.corrected.values()))
+        reduction, is_auto = settings.loss_reduction, settings.is_auto
+        averages = Averages(averaged, forward, settings.beta, settings.refresh, reduction, is_auto=is_auto)
+        return OptimizerStep(optimizer, averages, own, settings.bound, list(self.corrected.values()), self._adopt)
+
+    def _adopt(self, layer: AveragedLayer) -> OwnInputs:
+        """Give an averaged layer own inputs instead."""
+        name, reduction = layer.name, self.settings.loss_reduction
+        del self.averaged[name]
+        own = OwnInputs(name, layer.layer, layer.kind, layer.damping, reduction, self._model_forward)
+        self.why_own_inputs[name] = "fewer rows than features at the first step"
+        if not self.own_inputs:
+            self._model_forward.hold()
+        self.own_inputs[name] = own
+        own.put_on()
+        self._gatherer = self._model_forward.gathers = Gatherer(list(self.own_inputs.values()))
+        return own
+
+    def is_undecided(self, name: str) -> bool:
+        """Whether it is not known yet which of the two mechanisms a layer gets."""
+        return any(layer.name == name for step in self._optimizer_steps for layer in step.averages.undecided)
 
     @property
     def is_abandoned(self) -> bool:
@@ -139,6 +158,7 @@ class Correction:
         read = [step.averages.read(averages) for step, averages in zip(self._optimizer_steps, kept, strict=True)]
         for step, averages in zip(self._optimizer_steps, read, strict=True):
             step.averages.go_on_from(averages)
+            step.give_own_inputs()
 
     def __getattr__(self, name: str) -> Any:
         if name in GONE_METHODS:

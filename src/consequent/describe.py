@@ -16,7 +16,7 @@ def describe(correction: "Correction") -> str:
     dampings += [layer.damping for layer in correction.averaged.values()]
     said = [*dict.fromkeys(map(str, dampings)), f"loss_reduction={_named(settings.loss_reduction)}"]
     if correction.averaged:
-        said += [f"averaging={settings.averaging:g}", f"refresh={settings.refresh}"]
+        said += [f"averaging={settings.beta:g}", f"refresh={settings.refresh}"]
     lines = [f"Correction of {' and '.join(correction.optimizers)}: {', '.join(said)}"]
     width = max(len(display_name(name)) for name in (*correction.corrected, *correction.plain))
     lines.append(f"  corrected ({len(correction.corrected)}):")
@@ -44,6 +44,8 @@ def _how(correction: "Correction", name: str) -> str:
         f"{type(layer).__name__}, {operation.features + bias} columns{groups} → {operation.outputs // operation.groups}"
     )
     if name in correction.averaged:
+        if correction.is_undecided(name):
+            return f"{size}, averages, or own inputs if fewer rows than features come in at the first step"
         return f"{size}, averages"
     why = correction.why_own_inputs[name] if correction.settings.averaging else ""
     return f"{size}, own inputs{f' ({why})' if why else ''}"

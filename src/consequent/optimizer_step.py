@@ -1,6 +1,6 @@
 """What happens at the steps of one optimiser: averages are multiplied into ``.grad``, and the bound is held."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from consequent.averages.average import AveragedLayer
 from consequent.averages.ranks import ranks
 from consequent.averages.step import Averages
 from consequent.gpu import shorten
@@ -27,6 +28,7 @@ class OptimizerStep:
         own_inputs: its layers with own inputs, and those that nobody holds yet.
         bound: β; None: no bound.
         layers: all corrected layers of the model. If only one of them has a gradient, it is not bounded.
+        adopt: gives an averaged layer own inputs instead.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class OptimizerStep:
         own_inputs: Sequence[OwnInputs],
         bound: float | None,
         layers: Sequence[nn.Module],
+        adopt: Callable[[AveragedLayer], OwnInputs],
     ) -> None:
         self.averages = averages
         self._own_inputs = [own for own in own_inputs if own.weight_owner is own]
@@ -45,6 +48,7 @@ class OptimizerStep:
         self._under_way: list[Tensor | None] | None = None  # the gradients of the step under way
         self._rates: Rates | None = None
         self._failed = torch.zeros(())
+        self._adopt = adopt
         for own in own_inputs:
             own.measured = own.measured or self._bound is not None
         if averages.layers or (self._bound is not None and own_inputs):
@@ -55,6 +59,13 @@ class OptimizerStep:
     def holds_bound(self) -> bool:
         """Whether any layer is bounded. Of own inputs, each of several ranks would find another bound."""
         return self._bound is not None and (bool(self.averages.layers) or _is_alone())
+
+    def give_own_inputs(self) -> None:
+        """To the layers for which averages have turned out to cost more."""
+        for layer in self.averages.take_narrow():
+            own = self._adopt(layer)
+            own.measured = self._bound is not None
+            self._own_inputs.append(own)
 
     @property
     def failed(self) -> int:
@@ -110,6 +121,7 @@ class OptimizerStep:
         bound = self._bound if len(moving) > 1 else None
         if self.averages.layers:
             self.averages.before_step(bound, rates.of)
+            self.give_own_inputs()
         alike: dict[torch.device, list[OwnInputs]] = {}
         for own in self._own_inputs:
             if own.module.weight in rates:

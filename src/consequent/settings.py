@@ -37,6 +37,10 @@ GONE_REDUCTIONS = {
 }
 
 
+AUTO = "auto"
+BETA = 0.95  # of "auto"
+
+
 @dataclass(frozen=True)
 class Settings:
     """The arguments of ``attach`` that are not about which layers.
@@ -44,22 +48,33 @@ class Settings:
     Attributes:
         damping: λ; None: the default of each layer's optimiser.
         loss_reduction: how the loss sums up over samples.
-        averaging: β; 0: own inputs; None: the library's choice.
+        averaging: β; 0: own inputs; "auto": the cheaper of the two for each layer; None: the library's choice.
         refresh: T.
         bound: β of the bound; None: no bound.
     """
 
     damping: Damping | None
     loss_reduction: LossReduction
-    averaging: float | None
+    averaging: float | str | None
     refresh: int
     bound: float | None
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether each layer gets what is cheaper for it."""
+        return self.averaging == AUTO
+
+    @property
+    def beta(self) -> float:
+        """β of the averages, where there are any."""
+        return BETA if isinstance(self.averaging, str) else self.averaging or 0.0
+
     def __post_init__(self) -> None:
         check_loss_reduction(self.loss_reduction)
-        if self.averaging is not None:
-            check_nonnegative("averaging", self.averaging, "0.95 keeps 95 % of the old average, 0 is own inputs")
-            if self.averaging >= 1:
+        if self.averaging is not None and not self.is_auto:
+            remedy = '0.95 keeps 95 % of the old average, 0 is own inputs, "auto" what is cheaper for each layer'
+            check_nonnegative("averaging", self.averaging, remedy)  # type: ignore[arg-type]
+            if self.beta >= 1:
                 raise ValueError(f"averaging must be below 1, got {self.averaging!r}; 0.95 is usual")
         if isinstance(self.refresh, bool) or not isinstance(self.refresh, Integral) or self.refresh < 1:
             raise ValueError(f"refresh must be a whole number of steps ≥ 1, got {self.refresh!r}; 10 is usual")

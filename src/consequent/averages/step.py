@@ -30,6 +30,12 @@ class Averages:
         averaging: β.
         refresh: T.
         loss_reduction: how the loss sums up over samples.
+        is_auto: whether layers with fewer rows than features are to have own inputs.
+
+    Attributes:
+        layers: that are averaged.
+        undecided: those of them that may have own inputs instead.
+        steps: so far.
     """
 
     def __init__(
@@ -39,8 +45,11 @@ class Averages:
         averaging: float,
         refresh: int,
         loss_reduction: LossReduction,
+        *,
+        is_auto: bool = False,
     ) -> None:
         self.layers = list(layers)
+        self.undecided = list(layers) if is_auto else []
         self.steps = 0
         self._model_forward, self._averaging, self._refresh = model_forward, averaging, refresh
         self._loss_reduction = loss_reduction
@@ -49,6 +58,8 @@ class Averages:
         self._counts = torch.empty(0)  # what the losses of the passes observed so far divide by: of compiled passes,
         self._counted = 0.0  # and of others
         self._is_observing = False
+        self._observe_at_once = False
+        self._narrow: list[AveragedLayer] = []
         self._multiplications = Multiplications()
         self.observe()
 
@@ -112,7 +123,22 @@ class Averages:
         corrected = [one for family in self._families for one in family.corrected()]
         self._multiplications.multiply(corrected, bound, rate_of)
         self.steps += 1
-        self.observe(at_once=any(layer.is_unseen for layer in self.layers))
+        self._observe_at_once = any(layer.is_unseen for layer in self.layers)
+
+    def take_narrow(self) -> list[AveragedLayer]:
+        """Let go of the layers that have fewer rows than features, which own inputs cost less; then go on."""
+        narrow, self._narrow = self._narrow, []
+        decided = [layer for layer in self.undecided if layer.average is not None]
+        narrow += [one for one in decided if one.average is not None and one.average.rows < one.operation.features]
+        self.undecided = [layer for layer in self.undecided if layer not in decided and layer not in narrow]
+        self._let_go(narrow)
+        self.observe(at_once=self._observe_at_once)
+        return narrow
+
+    def _let_go(self, layers: Sequence[AveragedLayer]) -> None:
+        if layers:
+            self.layers = [layer for layer in self.layers if layer not in layers]
+            self._failed, self._families = self.failed, families_of(self.layers)
 
     def _take_in(self) -> None:
         """Give the layers what was observed on all ranks. The host reads a few numbers, once for all layers."""
@@ -170,8 +196,10 @@ class Averages:
         for layer in self.layers:
             known = state.averages.get(layer.name)
             layer.average = None if known is None else replace(known)
+        self._narrow = [one for one in self.undecided if one.average is None] if state.averages else []
+        self.undecided = [one for one in self.undecided if one.average is None and one not in self._narrow]
         self._failed, self._families = self.failed, families_of(self.layers)
-        self.observe(at_once=state.is_observing)
+        self._observe_at_once = state.is_observing
 
 
 class State(NamedTuple):

@@ -38,6 +38,9 @@ def damped_solve(matrix: Tensor, right: Tensor, damping: Tensor, *, is_large: bo
         damping: λ, ``[groups]``.
         is_large: whether λ is known to be above all rounding, so that pivots need not be looked at.
     """
+    if is_large and torch.compiler.is_compiling() and matrix.is_cuda:
+        inverse, failed = _inverse_in_graph(matrix, damping)
+        return Solved(inverse @ right, failed)
     if is_large and is_for_kernels(matrix):
         inverse, failed = damped_inverses(matrix, damping)
         return Solved(inverse @ right, failed)
@@ -81,6 +84,18 @@ def damped_inverse(
         one = slice(place, place + 1)
         inverse[one] = _solve_by_eigenvalues(matrix[one], eye[None], damping[one])
     return Solved(inverse, int(_failed(matrix, is_sound)))
+
+
+@torch.library.custom_op("consequent::damped_inverse", mutates_args=(), schema="(Tensor a, Tensor b) -> (Tensor, Tensor)")
+def _inverse_in_graph(matrix: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`damped_inverse` as one operator, into which ``torch.compile`` does not look."""
+    inverse, failed = damped_inverse(matrix, damping, is_large=True)
+    return inverse, torch.as_tensor(failed, dtype=damping.dtype, device=damping.device)
+
+
+@_inverse_in_graph.register_fake
+def _(matrix: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(matrix), damping.new_empty(())
 
 
 def improved_inverse(matrix: Tensor, damping: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:

@@ -62,25 +62,29 @@ class Rows(NamedTuple):
 class Known:
     """An inverse of moments that were much the same, which is improved if it is near enough.
 
+    The host does not wait to learn whether it was. If not, the inverse stays as it is until the next one is asked for.
+
     Attributes:
         matrix: K.
-        steps: in which it is improved; 0 for some time after four were not enough.
+        steps: in which it is improved; below 0: not for so many times.
+        distance: how far the last one was; None: it was not improved.
     """
 
     matrix: Tensor
     steps: int = 2
+    distance: Tensor | None = None
 
     def improved(self, moment: Tensor, level: Tensor) -> Tensor | None:
-        """The inverse of another moment; None if this one is too far from it. The host waits for one number."""
-        if self.steps <= 0:
-            self.steps += 1  # from below 0
+        """The inverse of another moment; None if this one is known to be too far from it."""
+        if self.distance is not None and not float(self.distance) < NEAR_ENOUGH:
+            self.steps, self.distance = self.steps + 1 if self.steps < MOST_STEPS else -MOST_STEPS, None
             return None
-        matrix, distance = improved_inverse(moment, level, self.matrix, self.steps)
-        if not float(distance) < NEAR_ENOUGH:
-            self.steps = self.steps + 1 if self.steps < MOST_STEPS else -MOST_STEPS
+        if self.steps < 0:
+            self.steps += 1
             return None
-        self.steps -= self.steps > 2 and float(distance) < NEAR_ENOUGH**2
-        return matrix
+        self.steps = max(self.steps, 2)
+        matrix, self.distance = improved_inverse(moment, level, self.matrix, self.steps)
+        return torch.where(self.distance < NEAR_ENOUGH, matrix, self.matrix)
 
 
 def inverse_of(

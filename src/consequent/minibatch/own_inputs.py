@@ -125,6 +125,8 @@ class Gatherer:
 
     def __init__(self, layers: Sequence[OwnInputs]) -> None:
         self.layers = list(layers)
+        for layer in self.layers:
+            layer.places = []
         for place, layer in enumerate(self.layers):
             layer.place, layer.gatherer = place, self
             layer.weight_owner.places.append(place)
