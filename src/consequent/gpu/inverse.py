@@ -39,7 +39,7 @@ def damped_inverses(matrix: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(matrix):
         launch(kernels.start, programs, (matrix, damping, source, size, tiles, 0), (TILE,), num_warps=4)
         for step in range(tiles):
-            launch(kernels.invert_pivot, groups, (source, small, pivots, size, tiles, step), (TILE,), num_warps=1)
+            launch(kernels.invert_pivot, groups, (source, small, pivots, size, tiles, step), (TILE,), num_warps=4)
             launch(kernels.eliminate, programs, (source, target, small, size, tiles, step), (TILE,), num_warps=4)
             source, target = target, source
         tensors = (source, matrix, damping, pivots, inverse, failed)

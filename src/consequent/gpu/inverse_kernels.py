@@ -47,7 +47,7 @@ def start(matrices, damping, out, size, tiles, step, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=_SIZES)
 def invert_pivot(source, inverses, pivots, size, tiles, step, TILE: tl.constexpr):
-    """The inverse of a tile on the diagonal: the work of one warp, whose threads need not wait for others."""
+    """The inverse of a tile on the diagonal."""
     matrix, within = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
     tile, smallest = inverse(tl.load(source + _place(matrix, step, step, tiles, TILE)), TILE)
     tl.store(inverses + (matrix * TILE + within[:, None]) * TILE + within[None, :], tile)

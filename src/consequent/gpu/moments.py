@@ -14,7 +14,7 @@ from consequent.gpu.launch import Addresses, is_in_reach, launch, on_device, pre
 
 LARGEST = 2**22  # elements of inputs that are summed up here,
 MOST = 2**32  # and multiplications. The products of torch are faster than these; but for small ones the host is slow
-TILE, BLOCK, PART = 64, 32, 2048  # features of a tile; rows at a time; rows of one program
+TILE, BLOCK, PART = 64, 16, 2048  # features of a tile; rows at a time; rows of one program
 OFFSET = 2**14  # of coordinates, as some are below zero; also in moments_kernels.py
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -110,6 +110,6 @@ def _add(sources: Sequence[Source], dtype: torch.dtype) -> None:
             *(kernels.parts, len(layout.programs), (table, layout.sizes, layout.positions, layout.programs, scratch)),
             (getattr(tl, DTYPES[dtype]), precision(), TILE, BLOCK),
             num_warps=4,
-            num_stages=3,
+            num_stages=4,
         )
         launch(kernels.combine, len(layout.tiles), (table, layout.sizes, layout.tiles, scratch), (TILE,), num_warps=4)
