@@ -52,8 +52,9 @@ def attach(
         include: which layers to correct: module types, names or compiled regular expressions. None: all that can be.
         exclude: which to leave out, likewise.
         averaging: 0: each mini-batch's own inputs, the paper's own. β > 0: averages of the inputs' second moments, in
-            which those of one observation weigh β times those of the next. "auto": of the two what costs less, layer by
-            layer: own inputs where fewer rows than features come in at the first step, averages with β = 0.95 elsewhere.
+            which those of one observation weigh β times those of the next. "auto": of the two what costs less for each
+            layer. That is own inputs where fewer rows than features come in at the first step, and averages with
+            β = 0.95 elsewhere.
             None: the library chooses; at present own inputs everywhere.
         refresh: T: inputs are observed, and averages inverted, at every T-th step. All passes of other steps are plain.
         bound: by what fraction of the size of its inputs one step of SGD may change a layer's outputs, so that too high

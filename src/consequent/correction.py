@@ -76,8 +76,8 @@ class Correction:
             kind, weight = kind_of(layer), _weight(layer)
             assert kind is not None
             damping = self.settings.damping or _default_damping(optimizer_of.get(weight, first))
-            averaging, uses = self.settings.averaging, len(names[weight])
-            averaging = self.settings.beta if self.settings.is_auto else averaging
+            uses = len(names[weight])
+            averaging = None if self.settings.averaging is None else self.settings.beta
             why = why_own_inputs(layer, kind.of(layer), averaging, optimizer_of, uses)
             reduction, forward = self.settings.loss_reduction, self._model_forward
             if why is None:

@@ -148,9 +148,8 @@ class Rates:
 
     def __init__(self, optimizer: Any, last: "Rates | None" = None) -> None:
         self.sizes = [(id(group), len(group["params"])) for group in optimizer.param_groups]
-        if last is not None and last.sizes == self.sizes:
-            self.groups = last.groups
-        else:
+        self.groups: dict[int, Any] = {} if last is None else last.groups
+        if last is None or last.sizes != self.sizes:
             self.groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         self._states, self._known = optimizer.state, dict[int, Any]()
         scale = getattr(optimizer, "grad_scale", None)  # a GradScaler's, by which fused optimisers divide themselves

@@ -9,7 +9,7 @@ from torch import Tensor
 from consequent.averages.average import Average, AveragedLayer
 from consequent.averages.gradients import Corrected
 from consequent.gpu.launch import on_device
-from consequent.maths.inverse import Inverse, Known, Rows, inverse_of
+from consequent.maths.inverse import Counts, Inverse, Known, inverse_of
 
 AT_ONCE = 2**26  # elements of the moments of a family: 256 MiB, and a few times as much while they are inverted
 WIDE = 256  # features, from which on the last inverse is improved where it can be
@@ -137,10 +137,10 @@ class Family:
             rank = min(max(round(weight), 1), self.key.features + one)
             for column, number in zip(numbers, (rows, rank, float(one)), strict=True):
                 column += [number] * (place.stop - place.start)
-        damping, rows = self.layers[0].damping, Rows(*self._numbers(numbers))
+        damping, counts = self.layers[0].damping, Counts(*self._numbers(numbers).unbind())
         is_large = damping.is_large(int(max(numbers[1])), self.key.features + 1, self._moments.dtype)
         known = self._known if ones == self._ones and self._is_settled() else None
-        inverse = inverse_of(self._moments, self._means, rows, damping, is_large=is_large, known=known)
+        inverse = inverse_of(self._moments, self._means, counts, damping, is_large=is_large, known=known)
         self._known.matrix = inverse.matrix
         return inverse
 

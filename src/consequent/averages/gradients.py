@@ -11,7 +11,7 @@ from consequent.averages.ranks import add_up_shards, is_sharded, local
 from consequent.gpu.multiply import Multiplication, Problem, accepts
 from consequent.layers import Operation
 from consequent.maths.bound import shortening
-from consequent.maths.inverse import Inverse, multiplied
+from consequent.maths.inverse import Inverse, multiplied, parts_of
 
 
 class Corrected:
@@ -25,15 +25,16 @@ class Corrected:
 
     def __init__(self, layer: AveragedLayer, inverse: Inverse, *, with_bias: bool) -> None:
         assert layer.average is not None
-        self.weight, self.bias = layer.weight, layer.bias if with_bias else None
+        self.weight: Any = layer.weight
+        self.bias: Any = layer.bias if with_bias else None
         self.inverse, self.scale = inverse, layer.average.divisor / layer.average.rows
         self.operation: Operation = layer.operation
         self.problem: Problem | None = None
-        self._strides = ()
-        if layer.kind.has_rows_of_outputs and not is_sharded(self.weight) and len(inverse.unit) == 1:
-            if accepts(self.weight):
-                self.problem = Problem(self.weight, self.bias is not None, *inverse[:4], self.scale)
-                self._strides = self.weight.stride()
+        self._strides: tuple[int, ...] = ()
+        is_one_matrix = layer.kind.has_rows_of_outputs and not is_sharded(self.weight) and len(inverse.unit) == 1
+        if is_one_matrix and accepts(self.weight):
+            self.problem = Problem(self.weight, self.bias is not None, *parts_of(inverse), self.scale)
+            self._strides = self.weight.stride()
 
     @property
     def has_gradient(self) -> bool:
@@ -89,7 +90,9 @@ class Multiplications:
             self._known, self._multiplication = tuple(together), Multiplication(problems)
         gradients = [(layer.weight.grad, None if layer.bias is None else layer.bias.grad) for layer in together]
         rate_of_layer = dict(pairs)
-        self._multiplication(gradients, None if bound is None else [rate_of_layer[one] for one in together], bound or 0.0)
+        self._multiplication(
+            gradients, None if bound is None else [rate_of_layer[one] for one in together], bound or 0.0
+        )
 
 
 class _Update(NamedTuple):
@@ -104,8 +107,8 @@ def _multiply_each(pairs: Sequence[tuple[Corrected, Any]], bound: float | None) 
         dtype = one.inverse.matrix.dtype
         plain = one.operation.weight_matrix(local(one.weight.grad)).to(dtype)
         its_bias = local(one.bias.grad).view(one.operation.groups, -1).to(dtype) if one.has_bias else None
-        update, bias, energy = multiplied(plain, its_bias, one.inverse)
-        updates.append(_Update(update, bias))
+        matrix, bias, energy = multiplied(plain, its_bias, one.inverse)
+        updates.append(_Update(matrix, bias))
         energies.append(energy)
     if bound is not None:
         energies = add_up_shards(energies, [one.weight for one, _ in pairs])

@@ -18,6 +18,7 @@ from consequent.minibatch.forwards import Replacement
 from consequent.minibatch.model_forward import ModelForward
 from consequent.minibatch.own_inputs import call_of, ordinary
 
+
 class Where(Enum):
     """Where a layer is called: in the model's own forward, whose samples are counted there, or outside of it."""
 

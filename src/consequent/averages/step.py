@@ -148,7 +148,11 @@ class Averages:
         counts = torch.cat([family.counts.to(device) for family in families])
         counts = counts + on_device([layer.observer.counted for layer in layers], counts.dtype, device)
         *moments, counts, common = add_up(
-            [*(tensor for family in families for tensor in (family.moments, family.sums)), counts, self._counts + self._counted]
+            [
+                *(tensor for family in families for tensor in (family.moments, family.sums)),
+                counts,
+                self._counts + self._counted,
+            ]
         )
         for place, family in enumerate(families):
             family.moments, family.sums = moments[2 * place : 2 * place + 2]
@@ -167,7 +171,9 @@ class Averages:
     def state_dict(self) -> dict[str, Any]:
         """What a later run goes on from."""
         averages = {layer.name: layer.average for layer in self.layers if layer.average is not None}
-        copies = {name: replace(one, moment=one.moment.clone(), mean=one.mean.clone()) for name, one in averages.items()}
+        copies = {
+            name: replace(one, moment=one.moment.clone(), mean=one.mean.clone()) for name, one in averages.items()
+        }
         return {
             "steps": self.steps,
             "is_observing": self._is_observing,

@@ -17,7 +17,9 @@ LEAST = LEAST_PIVOT * torch.finfo(torch.float32).eps
 
 def accepts(matrix: Tensor) -> bool:
     """Whether such matrices are inverted here."""
-    return 0 < matrix.shape[-1] <= LARGEST and matrix.numel() > 0 and takes(matrix) and not torch.compiler.is_compiling()
+    return (
+        0 < matrix.shape[-1] <= LARGEST and matrix.numel() > 0 and takes(matrix) and not torch.compiler.is_compiling()
+    )
 
 
 def damped_inverses(matrix: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:

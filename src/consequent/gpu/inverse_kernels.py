@@ -41,7 +41,9 @@ def start(matrices, damping, out, size, tiles, step, TILE: tl.constexpr):
     place = (matrix * size + rows[:, None]) * size + columns[None, :]
     tile = tl.load(matrices + place, mask=inside, other=0.0)
     tile += tl.where(rows[:, None] == columns[None, :], tl.where(inside, level, 1.0), 0.0)
-    tile *= _scale(matrices, level, matrix, rows, size)[:, None] * _scale(matrices, level, matrix, columns, size)[None, :]
+    tile *= (
+        _scale(matrices, level, matrix, rows, size)[:, None] * _scale(matrices, level, matrix, columns, size)[None, :]
+    )
     tl.store(out + _place(matrix, x, y, tiles, TILE), tile)
 
 
@@ -75,7 +77,9 @@ def finish(source, matrices, damping, pivots, out, failed, size, tiles, step, LE
     level = tl.load(damping + matrix)
     rows, columns = x * TILE + tl.arange(0, TILE), y * TILE + tl.arange(0, TILE)
     tile = tl.load(source + _place(matrix, x, y, tiles, TILE))
-    tile *= _scale(matrices, level, matrix, rows, size)[:, None] * _scale(matrices, level, matrix, columns, size)[None, :]
+    tile *= (
+        _scale(matrices, level, matrix, rows, size)[:, None] * _scale(matrices, level, matrix, columns, size)[None, :]
+    )
     smallest = 1.0
     for one in range(tiles):
         smallest = least(smallest, tl.load(pivots + matrix * tiles + one))

@@ -59,7 +59,10 @@ class _Layout(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _layout(shapes: tuple[tuple[tuple[int, ...], tuple[int, ...], Window], ...], device: torch.device) -> _Layout:
-    sizes, programs, tiles, positions = [], [], [], []
+    sizes: list[tuple[int, ...]] = []
+    programs: list[tuple[int, ...]] = []
+    tiles: list[tuple[int, ...]] = []
+    positions: list[int] = []
     known: dict[tuple[object, ...], int] = {}
     for problem, (shape, strides, window) in enumerate(shapes):
         images, channels, *space = shape
@@ -68,14 +71,18 @@ def _layout(shapes: tuple[tuple[tuple[int, ...], tuple[int, ...], Window], ...],
             (size + 2 * pad - apart * (tap - 1) - 1) // step + 1
             for size, tap, step, pad, apart in zip(space, *window, strict=True)
         ]
-        lines, pixels = (range(-pad, count * step - pad, step) for count, step, pad in zip(counts, stride, padding))
+        lines, pixels = (
+            range(-pad, count * step - pad, step) for count, step, pad in zip(counts, stride, padding, strict=True)
+        )
         if (lines, pixels) not in known:
             known[lines, pixels] = len(positions)
             positions += [((y + OFFSET) << 16) + x + OFFSET for y in lines for x in pixels]
         rows, features = images * len(lines) * len(pixels), channels * taps[0] * taps[1]
         sizes.append(
-            (channels, *space, len(lines) * len(pixels), known[lines, pixels], taps[0] * taps[1], taps[1])
-            + (*dilation, *strides)
+            (
+                *(channels, *space, len(lines) * len(pixels), known[lines, pixels]),
+                *(taps[0] * taps[1], taps[1], *dilation, *strides),
+            )
         )
         for first in range(0, features, TILE):
             for second in range(0, first + 1, TILE):

@@ -41,7 +41,9 @@ def _patches(inputs, place, y, x, is_row, columns, column_y, column_x, is_column
     """Rows and columns of the patch matrix; zeros outside of the image."""
     at_y, at_x = y[:, None] + column_y[None, :], x[:, None] + column_x[None, :]
     inside = (at_y >= 0) & (at_y < height) & (at_x >= 0) & (at_x < width)
-    return tl.load(inputs + place[:, None] + columns[None, :], mask=inside & is_row[:, None] & is_column[None, :], other=0.0)
+    return tl.load(
+        inputs + place[:, None] + columns[None, :], mask=inside & is_row[:, None] & is_column[None, :], other=0.0
+    )
 
 
 @triton.jit

@@ -91,10 +91,11 @@ class Multiplication:
             launch_these([gradients[place] for place in places], of_these, limit)
 
     def with_changes(self, gradients: Gradients) -> Tensor:
-        """Replace the gradients; how much a gradient of length 1 changes the outputs of each layer, relative to inputs."""
+        """Replace the gradients; how much one of length 1 changes the outputs of each layer, relative to its inputs."""
         changes = torch.empty(len(gradients), device=gradients[0][0].device)
         for places, launch_these in self._launches:
             found = launch_these([gradients[place] for place in places], None, 0.0, told=True)
+            assert found is not None
             changes[index_of(tuple(places), changes.device)] = found
         return changes
 
@@ -139,7 +140,7 @@ def _layout(shapes: tuple[tuple[int, int], ...], device: torch.device) -> _Layou
         block_counts.append(len(blocks) - first_blocks[-1])
         elements += -(-rows * columns // 16) * 16
     tables = [torch.tensor(table, dtype=torch.int32, device=device) for table in (tiles, blocks)]
-    return _Layout(*tables, starts, first_tiles, counts, first_blocks, block_counts, elements)
+    return _Layout(tables[0], tables[1], starts, first_tiles, counts, first_blocks, block_counts, elements)
 
 
 class _Launch:
@@ -195,6 +196,6 @@ class _Launch:
             if not told:
                 return None
             changes = torch.empty(len(self._problems), device=self._device)
-            tensors = (self._fields, numbers, energies, squares, changes)
-            launch(kernels.tell, len(self._problems), tensors, (), num_warps=1)
+            found = (self._fields, numbers, energies, squares, changes)
+            launch(kernels.tell, len(self._problems), found, (), num_warps=1)
         return changes

@@ -94,7 +94,7 @@ def write(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """A few rows of the new gradient of a layer, and of its bias ``u = κ g − U m``: scaled, and shortened if need be."""
+    """A few rows of the new gradient of a layer, and of its bias ``u = κ g − U m``: scaled, and shortened."""
     which = tl.load(blocks + 2 * tl.program_id(0))
     problem = problems + which * FIELDS
     rows = tl.load(blocks + 2 * tl.program_id(0) + 1) + tl.arange(0, BLOCK_ROWS)

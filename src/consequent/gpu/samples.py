@@ -95,7 +95,9 @@ def update_all(calls: Sequence[Call], damping: float, *, measured: bool) -> Upda
 
     device = calls[0].inputs.device
     pairs = [(one.inputs.contiguous(), one.output_grads.contiguous()) for one in calls]
-    shapes = tuple([(*x.shape, dz.shape[1], int(one.ones), one.scale) for (x, dz), one in zip(pairs, calls, strict=True)])
+    shapes = tuple(
+        [(*x.shape, dz.shape[1], int(one.ones), one.scale) for (x, dz), one in zip(pairs, calls, strict=True)]
+    )
     layout = _layout(shapes, device)
     memory = torch.empty(layout.elements, device=device)
     weights, biases, addresses = [], [], []

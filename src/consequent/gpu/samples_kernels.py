@@ -80,7 +80,11 @@ def updates(
 ):
     """A tile of ``U = Aᵀ X`` with ``A = (XXᵀ + λI)⁻¹ ΔZ``, times its scale."""
     tile = tl.program_id(0)
-    call, first_output, first_feature = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
+    call, first_output, first_feature = (
+        tl.load(tiles + 3 * tile),
+        tl.load(tiles + 3 * tile + 1),
+        tl.load(tiles + 3 * tile + 2),
+    )
     address, size = addresses + call * ADDRESSES, sizes + call * SIZES
     samples, features, outputs = tl.load(size + SAMPLES), tl.load(size + FEATURES), tl.load(size + OUTPUTS)
     rows = tl.arange(0, SIZE)

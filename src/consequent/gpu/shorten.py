@@ -23,7 +23,9 @@ class _Layout(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _layout(sizes: tuple[tuple[int, ...], ...], device: torch.device) -> _Layout:
-    flat, blocks, ranges = [], [], []
+    flat: list[int] = []
+    blocks: list[tuple[int, int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for layer, of_layer in enumerate(sizes):
         first = len(blocks)
         for size in of_layer:

@@ -130,6 +130,6 @@ class Operation(ABC):
         return None
 
     def moments(self, inputs: Tensor, *, sums: bool = True) -> tuple[Tensor, Tensor | None, int]:
-        """``Σ x xᵀ`` of the inputs without the entry 1; ``Σ x``, ``[groups, D]``, if it is asked for; and their rows."""
+        """``Σ x xᵀ`` of the inputs without the entry 1; ``Σ x``, ``[groups, D]``, if asked for; and their rows."""
         rows = self.input_rows(inputs)
         return moment_of_rows(rows), sum_of_rows(rows) if sums else None, rows.shape[1]

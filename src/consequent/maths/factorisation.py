@@ -60,9 +60,7 @@ def damped_solve(matrix: Tensor, right: Tensor, damping: Tensor, *, is_large: bo
     return Solved(torch.where(_wide(is_sound), solution, shortened), _failed(matrix, is_sound))
 
 
-def damped_inverse(
-    matrix: Tensor, damping: Tensor, *, is_large: bool = False, whole: Tensor | None = None
-) -> Solved:
+def damped_inverse(matrix: Tensor, damping: Tensor, *, is_large: bool = False, whole: Tensor | None = None) -> Solved:
     """``(matrix + λI)⁻¹``; the arguments are those of :func:`damped_solve`.
 
     Args:
@@ -86,7 +84,9 @@ def damped_inverse(
     return Solved(inverse, int(_failed(matrix, is_sound)))
 
 
-@torch.library.custom_op("consequent::damped_inverse", mutates_args=(), schema="(Tensor a, Tensor b) -> (Tensor, Tensor)")
+@torch.library.custom_op(
+    "consequent::damped_inverse", mutates_args=(), schema="(Tensor a, Tensor b) -> (Tensor, Tensor)"
+)
 def _inverse_in_graph(matrix: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`damped_inverse` as one operator, into which ``torch.compile`` does not look."""
     inverse, failed = damped_inverse(matrix, damping, is_large=True)
@@ -129,7 +129,7 @@ def improved_inverse(matrix: Tensor, damping: Tensor, start: Tensor, steps: int)
 def _inverse_on_device(factor: Tensor) -> Tensor:
     """``(L Lᵀ)⁻¹``; ``torch.cholesky_inverse`` takes one matrix after the other on a GPU."""
     eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-    half = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
+    half: Tensor = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
     return half.mT @ half
 
 
@@ -137,9 +137,7 @@ def _failed(matrix: Tensor, is_sound: Tensor) -> Tensor:
     return (~is_sound & _trace(matrix).isfinite()).sum()
 
 
-def _factor(
-    matrix: Tensor, damping: Tensor, is_large: bool, whole: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _factor(matrix: Tensor, damping: Tensor, is_large: bool, whole: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The Cholesky factor, and for each group whether all of its pivots are more than rounding errors.
 
     Where the host does not look, what has failed gets the factor of the identity matrix, with which one can go on.

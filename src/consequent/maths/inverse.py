@@ -17,7 +17,6 @@ from torch import Tensor
 from consequent.maths.damping import Damping
 from consequent.maths.factorisation import damped_inverse, improved_inverse
 
-
 NEAR_ENOUGH = 0.2  # of an inverse before the last step that improves it, which squares the distance
 MOST_STEPS = 4
 
@@ -44,16 +43,21 @@ class Inverse(NamedTuple):
         return Inverse(self.matrix[place], self.shift[place], self.unit[place], self.trace[place])
 
 
-class Rows(NamedTuple):
+def parts_of(inverse: Inverse) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """K, m, κ and the trace."""
+    return inverse.matrix, inverse.shift, inverse.unit, inverse.trace
+
+
+class Counts(NamedTuple):
     """Numbers of each group.
 
     Attributes:
-        count: N, by which a second moment's sum was divided,
+        rows: N, by which a second moment's sum was divided,
         rank: and what relative damping divides the trace by.
         ones: 1 where there is a bias.
     """
 
-    count: Tensor
+    rows: Tensor
     rank: Tensor
     ones: Tensor
 
@@ -88,22 +92,22 @@ class Known:
 
 
 def inverse_of(
-    moment: Tensor, mean: Tensor, rows: Rows, damping: Damping, *, is_large: bool, known: Known | None = None
+    moment: Tensor, mean: Tensor, counts: Counts, damping: Damping, *, is_large: bool, known: Known | None = None
 ) -> Inverse:
     """K, m and κ.
 
     Args:
         moment: S, ``[groups, D, D]``.
         mean: s, ``[groups, D]``.
-        rows: numbers of each group.
+        counts: numbers of each group.
         damping: λ.
         is_large: whether λ is above all rounding.
         known: the last one.
     """
     diagonal = moment.diagonal(dim1=-2, dim2=-1)
-    trace = diagonal.sum(-1) + rows.ones
-    level = damping.level_of_mean(trace, rows.count, rows.rank)
-    unit = rows.ones / (1 + level)
+    trace = diagonal.sum(-1) + counts.ones
+    level = damping.level_of_mean(trace, counts.rows, counts.rank)
+    unit = counts.ones / (1 + level)
     shift = mean * unit[:, None]
     centred = torch.baddbmm(moment, shift[:, :, None], mean[:, None, :], alpha=-1)
     improved = None if known is None else known.improved(centred, level)
@@ -113,7 +117,9 @@ def inverse_of(
     return Inverse(matrix, shift, unit, trace, failed)
 
 
-def multiplied(gradient: Tensor, bias_gradient: Tensor | None, inverse: Inverse) -> tuple[Tensor, Tensor | None, Tensor]:
+def multiplied(
+    gradient: Tensor, bias_gradient: Tensor | None, inverse: Inverse
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """``U``, ``u`` and the energy ``⟨U, G⟩ + ⟨u, g⟩``, of all groups together.
 
     Args:

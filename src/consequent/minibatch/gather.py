@@ -113,15 +113,13 @@ class Gathering:
 
     def __init__(self, layers: Sequence[Gathered], probe: Tensor) -> None:
         self.layers = layers
-        self.reached: dict[Any, Reached] = {}
+        self.reached: dict[Any, Any] = {}
         of_layers = (one for layer in layers for one in layer)
         self.parameters = list({id(one): one for one in of_layers if one is not None and one.requires_grad}.values())
         found = _Gather.apply(self, probe, *self.parameters)  # type: ignore[no-untyped-call]
         self.aliases = {id(one): alias for one, alias in zip(self.parameters, found, strict=True)}
 
-    def reach(
-        self, node: Any, operation: Operation, inputs: Tensor, output_grad: Tensor, ones: bool, way: Way
-    ) -> None:
+    def reach(self, node: Any, operation: Operation, inputs: Tensor, output_grad: Tensor, ones: bool, way: Way) -> None:
         """A backward pass has reached a call.
 
         Args:

@@ -11,8 +11,8 @@ from consequent.maths.damping import Damping
 from consequent.maths.ridge import LossReduction, loss_divisor
 from consequent.maths.torch_private import transforms_are_active
 from consequent.minibatch.forwards import Replacement
-from consequent.minibatch.model_forward import ModelForward, WeightCalls
 from consequent.minibatch.gather import Calls, Gathered, Gathering, Way
+from consequent.minibatch.model_forward import ModelForward, WeightCalls
 from consequent.minibatch.product import Product
 
 
@@ -140,10 +140,11 @@ class Gatherer:
         if self.probe.device != weight.device or len(self.probe) == 0:
             self.probe = torch.zeros(len(self.layers), 3, device=weight.device, requires_grad=True)
         layers = [Gathered(one.module.weight, getattr(one.module, "bias", None)) for one in self.layers]
-        if not any(one.weight.requires_grad for one in layers) or any(one.weight.device != weight.device for one in layers):
+        if not any(one.weight.requires_grad for one in layers) or any(
+            one.weight.device != weight.device for one in layers
+        ):
             return None
         return Gathering(layers, self.probe)
-
 
     def told(self, places: list[list[int]]) -> Tensor | None:
         """What the passes since the last step have told of some layers, and no more from now on; None if nothing."""
@@ -164,7 +165,9 @@ def told_of(layers: Sequence[OwnInputs]) -> Tensor | None:
     found = None if gatherer is None else gatherer.told([layer.places for layer in layers])
     own = [layer.probe.grad for layer in layers]
     if any(told is not None for told in own):
-        rows = torch.stack([torch.zeros_like(layer.probe) if told is None else told for layer, told in zip(layers, own, strict=True)]).detach()
+        rows = torch.stack(
+            [torch.zeros_like(layer.probe) if told is None else told for layer, told in zip(layers, own, strict=True)]
+        ).detach()
         found = rows if found is None else found + rows
         for layer in layers:
             layer.probe.grad = None

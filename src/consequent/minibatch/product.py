@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from consequent.layers import Operation
-from consequent.maths.damping import Damping
 from consequent.maths.bound import relative_change
+from consequent.maths.damping import Damping
 from consequent.maths.precision import may_sync
 from consequent.maths.ridge import Update
 from consequent.minibatch.gather import Way
@@ -113,7 +113,8 @@ def told_by(update: Update, operation: Operation, *, ones: bool) -> Tensor | Non
     change = torch.zeros((), device=update.weight.device)
     if update.change is not None:
         columns = operation.features + ones
-        change = relative_change(*update.change.sum(1), columns, operation.outputs // operation.groups).float()
+        energy, size, trace = update.change.sum(1)
+        change = relative_change(energy, size, trace, columns, operation.outputs // operation.groups).float()
     failed = torch.as_tensor(update.failed, dtype=change.dtype, device=change.device)
     tells = change.isfinite() & (change > 0)  # a pass of NaN or of zeros tells nothing, also of later ones
     return torch.stack((tells.float(), torch.where(tells, change, 0), failed))

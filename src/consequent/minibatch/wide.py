@@ -1,4 +1,4 @@
-"""Layers with more rows than features, corrected together on a GPU: a few launches for all of them, whatever they are."""
+"""Layers with more rows than features, corrected together on a GPU: a few launches for all of them."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,7 +13,7 @@ from consequent.gpu.multiply import Multiplication, Problem
 from consequent.gpu.samples import Updates
 from consequent.layers import Operation
 from consequent.maths.damping import Damping
-from consequent.maths.inverse import Inverse, Rows, inverse_of
+from consequent.maths.inverse import Counts, Inverse, inverse_of, parts_of
 from consequent.maths.precision import at_least_float32
 
 
@@ -53,7 +53,9 @@ class Wide(NamedTuple):
         return self.weight_grad[0].numel()
 
 
-def wide_call(operation: Operation, inputs: Tensor, output_grad: Tensor, *, ones: bool) -> tuple[Any, ...] | None:
+def wide_call(
+    operation: Operation, inputs: Tensor, output_grad: Tensor, *, ones: bool
+) -> tuple[Tensor, Window, Tensor, Tensor | None, int] | None:
     """The images, window, plain gradients and rows of a call; None where it has to be solved otherwise."""
     rows = operation.rows(output_grad)
     if rows <= operation.features + ones or operation.groups > 1 or not operation.has_rows_of_outputs:
@@ -63,7 +65,8 @@ def wide_call(operation: Operation, inputs: Tensor, output_grad: Tensor, *, ones
         return None
     weight_grad = at_least_float32(operation.weight_gradient(inputs, output_grad))
     bias_grad = at_least_float32(operation.bias_gradient(output_grad)) if ones else None
-    return *patches, weight_grad if is_dense(weight_grad) else weight_grad.contiguous(), bias_grad, rows
+    images, window = patches
+    return images, window, weight_grad if is_dense(weight_grad) else weight_grad.contiguous(), bias_grad, rows
 
 
 def solve_wide(calls: Sequence[Wide]) -> Updates:
@@ -85,11 +88,11 @@ def solve_wide(calls: Sequence[Wide]) -> Updates:
     failed: Any = 0
     for D, places in by_features.items():
         numbers = tuple([(calls[p].rows, min(calls[p].rows, D + _ones(calls[p])), _ones(calls[p])) for p in places])
-        rows, damping, (moments, means) = _rows(numbers, device), calls[0].damping, stacks[D]
-        moments.div_(rows.count[:, None, None])
-        means.div_(rows.count[:, None])
+        counts, damping, (moments, means) = _counts(numbers, device), calls[0].damping, stacks[D]
+        moments.div_(counts.rows[:, None, None])
+        means.div_(counts.rows[:, None])
         is_large = damping.is_large(max(number[1] for number in numbers), D + 1, torch.float32)
-        inverse = inverse_of(moments, means, rows, damping, is_large=is_large)
+        inverse = inverse_of(moments, means, counts, damping, is_large=is_large)
         failed = failed + inverse.failed
         parts = (part.split(1) for part in inverse[:4])
         for place, *of_call in zip(places, *parts, strict=True):
@@ -97,7 +100,7 @@ def solve_wide(calls: Sequence[Wide]) -> Updates:
     gradients = [(call.weight_grad, call.bias_grad) for call in calls]
     multiplication = Multiplication(
         [
-            Problem(call.weight_grad, call.bias_grad is not None, *inverse[:4], call.scale / call.rows)
+            Problem(call.weight_grad, call.bias_grad is not None, *parts_of(inverse), call.scale / call.rows)
             for call, inverse in zip(calls, inverses, strict=True)
         ]
     )
@@ -117,5 +120,5 @@ def _ones(call: Wide) -> int:
 
 
 @lru_cache(maxsize=256)
-def _rows(numbers: tuple[tuple[int, int, int], ...], device: torch.device) -> Rows:
-    return Rows(*on_device([*zip(*numbers, strict=True)], torch.float32, device))
+def _counts(numbers: tuple[tuple[int, int, int], ...], device: torch.device) -> Counts:
+    return Counts(*on_device([*zip(*numbers, strict=True)], torch.float32, device).unbind())
