@@ -124,7 +124,7 @@ class OptimizerStep:
             self.give_own_inputs()
         alike: dict[torch.device, list[OwnInputs]] = {}
         for own in self._own_inputs:
-            if own.module.weight in rates:
+            if id(own.module.weight) in rates.groups:
                 alike.setdefault(own.module.weight.device, []).append(own)
         for layers in alike.values():
             told = told_of(layers)
@@ -154,10 +154,6 @@ class Rates:
         self._states, self._known = optimizer.state, dict[int, Any]()
         scale = getattr(optimizer, "grad_scale", None)  # a GradScaler's, by which fused optimisers divide themselves
         self._scale = 1 if scale is None else scale
-
-    def __contains__(self, parameter: Tensor) -> bool:
-        """Whether the optimiser holds it."""
-        return id(parameter) in self.groups
 
     def of(self, parameters: Sequence[Tensor]) -> Any:
         """The highest of these parameters' rates; 0 if the optimiser holds none of them."""
@@ -208,11 +204,12 @@ def _shorten(layers: Sequence[OwnInputs], told: Tensor, rates: Rates, bound: flo
         shorten.shorten_all(of_layers, of_rates, told.contiguous(), bound)
         return
     index = index_of(tuple([place for place, its in enumerate(trained) for _ in its]), told.device)
-    norms = torch.stack(torch._foreach_norm(gradients))
+    norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
     squares = norms.new_zeros(len(layers)).index_add_(0, index, norms.square())
     factors = shortening(bound, _squares(of_rates, told.device) * squares * told[:, CHANGE] / told[:, PASSES])
     if not may_sync(factors):
-        torch._foreach_mul_(gradients, list(factors[index].unbind()))
+        for gradient, factor in zip(gradients, factors[index].unbind(), strict=True):
+            gradient.mul_(factor)
         return
     for its, factor in zip(of_layers, factors.tolist(), strict=True):
         for gradient in its if factor < 1 else ():

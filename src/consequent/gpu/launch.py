@@ -83,7 +83,7 @@ def has_triton() -> bool:
 
 def takes(tensor: Tensor) -> bool:
     """Whether kernels take the tensor: in float32, on a GPU with Triton."""
-    return tensor.dtype is torch.float32 and is_in_reach(tensor)
+    return tensor.dtype is torch.float32 and is_on_gpu(tensor) and has_triton()
 
 
 def is_in_reach(tensor: Tensor) -> bool:

@@ -10,12 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from consequent.gpu.inverse import LEAST
+from consequent.gpu.inverses import LEAST
 from consequent.gpu.launch import Addresses, launch, on_device, precision, takes
 
 MOST = 128  # samples
-TILE = (64, 256)  # outputs and features of an update that one program computes
-BLOCK = 64  # features of a Gram matrix that are summed up at a time
+# Outputs and features of an update that one program computes; features of a Gram matrix that are summed up at a time.
+# They take up to 192 KiB of a multiprocessor's memory; where there is less, 64 KiB.
+LARGE, SMALL = (64, 256, 64), (32, 64, 32)
 
 
 class Call(NamedTuple):
@@ -65,19 +66,28 @@ class _Layout(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _layout(shapes: tuple[tuple[int, int, int, int, float], ...], device: torch.device) -> _Layout:
+def _layout(
+    shapes: tuple[tuple[int, int, int, int, float], ...], tile: tuple[int, int, int], device: torch.device
+) -> _Layout:
     sizes, tiles, starts, elements, first = [], [], [], 0, 0
     for place, (samples, features, outputs, ones, _) in enumerate(shapes):
-        count = -(-outputs // TILE[0])
+        count = -(-outputs // tile[0])
         sizes.append((samples, features, outputs, ones, first, count))
         first += count
-        tiles += [(place, o, d) for o in range(0, outputs, TILE[0]) for d in range(0, features, TILE[1])]
+        tiles += [(place, o, d) for o in range(0, outputs, tile[0]) for d in range(0, features, tile[1])]
         for piece in (outputs * features, outputs):
             starts.append(elements)
             elements += -(-piece // 4) * 4  # at multiples of 16 bytes
     tables = [on_device(table, torch.int32, device) for table in (sizes, tiles)]
     scales = on_device([shape[-1] for shape in shapes], torch.float32, device)
     return _Layout(tables[0], tables[1], scales, tuple(starts), elements, first)
+
+
+def _tile(size: int, device: torch.device) -> tuple[int, int, int]:
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    if getattr(properties, "shared_memory_per_block_optin", 0) < 200_000:
+        return SMALL
+    return (64, 128, 64) if size == MOST and precision() == "tf32x3" else LARGE
 
 
 _addresses = Addresses()
@@ -98,7 +108,9 @@ def update_all(calls: Sequence[Call], damping: float, *, measured: bool) -> Upda
     shapes = tuple(
         [(*x.shape, dz.shape[1], int(one.ones), one.scale) for (x, dz), one in zip(pairs, calls, strict=True)]
     )
-    layout = _layout(shapes, device)
+    size = max(16, 1 << (max(len(x) for x, _ in pairs) - 1).bit_length())
+    tile = _tile(size, device)
+    layout = _layout(shapes, tile, device)
     memory = torch.empty(layout.elements, device=device)
     weights, biases, addresses = [], [], []
     address = memory.data_ptr()
@@ -109,20 +121,19 @@ def update_all(calls: Sequence[Call], damping: float, *, measured: bool) -> Upda
         biases.append(memory.as_strided((outputs,), (1,), of_bias) if one.ones else None)
         addresses += [x.data_ptr(), dz.data_ptr(), address + 4 * of_weight, address + 4 * of_bias]
     table = _addresses(addresses, device)
-    size = max(16, 1 << (max(len(x) for x, _ in pairs) - 1).bit_length())
     inverses = torch.empty(len(calls), size, size, device=device)
     numbers = torch.empty(6 * len(calls) + 2 * layout.tiles_of_outputs, device=device)
     notes, told, energies = numbers.split([3 * len(calls), 3 * len(calls), 2 * layout.tiles_of_outputs])
     with torch.cuda.device_of(memory):
         launch(
             *(kernels.inverses, len(calls), (table, layout.sizes, inverses, notes, damping)),
-            (LEAST, precision(), size, BLOCK),
+            (LEAST, precision(), size, tile[2]),
             num_warps=8 if size > 32 else 4,
         )
         launch(
             *(kernels.updates, len(layout.tiles)),
             (table, layout.sizes, layout.tiles, layout.scales, inverses, notes, energies),
-            (measured, precision(), size, *TILE),
+            (measured, precision(), size, *tile[:2]),
             num_warps=8,
         )
         launch(kernels.tell, len(calls), (layout.sizes, notes, energies, told), (measured,), num_warps=1)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from consequent.gpu.inverse import LEAST_PIVOT, damped_inverses
-from consequent.gpu.inverse import accepts as is_for_kernels
+from consequent.gpu.inverses import LEAST_PIVOT, damped_inverses
+from consequent.gpu.inverses import accepts as is_for_kernels
 from consequent.maths.precision import may_sync
 
 # Up to this size a product with the inverse is faster than two triangular solves for more right-hand sides.

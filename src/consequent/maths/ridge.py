@@ -41,8 +41,8 @@ class Update(NamedTuple):
     Attributes:
         weight: ``[groups, out_features, features]``.
         bias: ``[groups, out_features]``; None without one.
-        change: how much it changes the outputs: energy, squared size and trace, ``[3, groups]``. A layer's sums are what
-            :func:`consequent.maths.bound.relative_change` takes. None if not asked for.
+        change: how much it changes the outputs: energy, squared size and trace, ``[3, groups]``, of which
+            :func:`consequent.maths.bound.relative_change` takes a layer's sums. None if not asked for.
         failed: how many factorisations failed.
     """
 

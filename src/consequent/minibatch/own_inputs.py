@@ -97,14 +97,14 @@ class OwnInputs(Replacement):
         weight, bias = self.module.weight, getattr(self.module, "bias", None)
         gathering = None if current is None else current.gathering
         alias = None if gathering is None else gathering.aliases.get(id(weight))
-        way = Way(self.damping, divisor, None if is_compiling else calls, self.measured)
         if gathering is not None and alias is not None:
             weight, bias, probe = alias, gathering.aliases.get(id(bias), bias), None
-            way = way._replace(gathering=gathering, place=self.place)
         else:
+            gathering = None
             if owner.probe.device != weight.device:
                 owner.probe = _probe(weight)
             probe = owner.probe
+        way = Way(self.damping, divisor, None if is_compiling else calls, self.measured, gathering, self.place)
 
         def product(operation: Operation, inputs: Tensor) -> Tensor:
             device = inputs.device.type

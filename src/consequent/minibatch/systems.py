@@ -72,4 +72,5 @@ def together(systems: Sequence[System]) -> System:
     if len(systems) == 1:
         return systems[0]
     left, right = (torch.cat(parts) for parts in zip(*((one.left, one.right) for one in systems), strict=True))
-    return systems[0]._replace(left=left, right=right)
+    first = systems[0]
+    return System(first.by_samples, left, right, first.rows, first.ones)

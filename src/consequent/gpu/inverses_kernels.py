@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The launches of :mod:`consequent.gpu.inverse`: a square of tiles, of which a column and a row are eliminated each."""
+"""The launches of :mod:`consequent.gpu.inverses`: a square of tiles, of which a column and a row are eliminated each."""
 
 import triton
 import triton.language as tl

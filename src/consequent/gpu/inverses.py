@@ -29,7 +29,7 @@ def damped_inverses(matrix: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
         matrix: ``[groups, n, n]``, symmetric, positive semi-definite up to rounding.
         damping: λ, ``[groups]``, which is above all rounding.
     """
-    from consequent.gpu import inverse_kernels as kernels
+    from consequent.gpu import inverses_kernels as kernels
 
     matrix, damping, device = matrix.contiguous(), damping.contiguous(), matrix.device
     groups, size = matrix.shape[:2]
