@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The launches of :mod:`consequent.gpu.inverses`: a square of tiles, of which a column and a row are eliminated each."""
+"""The launches of :mod:`consequent.gpu.inverses`: rows and columns of tiles are eliminated, one after the other."""
 
 import triton
 import triton.language as tl
