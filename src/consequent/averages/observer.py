@@ -124,7 +124,7 @@ class InputObserver(Replacement):
         if images is not None and self.moment.dtype is torch.float32:
             self.waiting = Source(*images, self.moment[0], self.sums[0])
             return inputs
-        moment, sums, _ = operation.moments(inputs, sums=self.module.bias is not None)
+        moment, sums, _ = operation.moments(inputs, sums=getattr(self.module, "bias", None) is not None)
         self.moment.add_(moment)
         if sums is not None:
             self.sums.add_(sums)
