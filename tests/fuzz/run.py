@@ -176,7 +176,10 @@ def play(case):
 
 
 def compare(where, case, grad, wanted, size, condition, is_known):
-    """One gradient; an error is relative to the size, and more of it is rounding where the condition is bad."""
+    """One gradient; an error is relative to the size, and more of it is rounding where the condition is bad.
+
+    Where no digit is left (networks that explode), any number is as good as another.
+    """
     least, rounding = (1e-9 if case.bound is None else 1e-5, 1e-16) if case.dtype == torch.float64 else (1e-3, 6e-8)
     bound = max(least, 30 * rounding * condition)
     assert (grad is None) == (wanted is None), f"{where}: a gradient where there should be none, or none"
@@ -184,7 +187,7 @@ def compare(where, case, grad, wanted, size, condition, is_known):
         assert not grad.isfinite().all(), f"{where}: finite where autograd has it not"
     elif wanted is not None and is_known:
         error = float((grad.double() - wanted).norm()) / (size or 1.0)
-        assert error <= bound, f"{where}: relative error {error:.3g} > {bound:.3g}"
+        assert error <= bound or bound >= 1, f"{where}: relative error {error:.3g} > {bound:.3g}"
 
 
 def compare_weights(when, case, before, both):

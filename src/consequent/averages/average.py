@@ -59,10 +59,11 @@ class AveragedLayer:
         """What the layer does now."""
         return self.kind.of(self.layer)
 
-    @property
-    def has_trained_bias(self) -> bool:
-        """Whether the layer has one."""
-        return self.bias is not None and bool(self.bias.requires_grad)
+    def corrects_bias(self, *, otherwise: bool) -> bool:
+        """Whether a bias is corrected with the weight; as it was before if there is no gradient of the weight now."""
+        if self.bias is None or not self.bias.requires_grad:
+            return False
+        return otherwise if self.weight.grad is None else self.bias.grad is not None
 
     @property
     def is_unseen(self) -> bool:

@@ -66,7 +66,7 @@ class Family:
                 self._moments[place], self._means[place] = known.moment.to(self._moments), known.mean.to(self._means)
                 known.moment, known.mean = self._moments[place], self._means[place]
         self._corrected: list[Corrected] | None = None
-        self._ones: list[bool] = []
+        self._ones = [layer.bias is not None for layer in layers]
         self._known = Known(torch.empty(0))
 
     def observe(self) -> None:
@@ -118,7 +118,8 @@ class Family:
 
     def corrected(self) -> list[Corrected]:
         """The layers that have been observed, with their inverses."""
-        ones = [layer.has_trained_bias for layer in self.layers]
+        pairs = zip(self.layers, self._ones, strict=True)
+        ones = [layer.corrects_bias(otherwise=was) for layer, was in pairs]
         if self._corrected is None or self._ones != ones:
             inverse = self._inverted(ones)
             self._ones = ones

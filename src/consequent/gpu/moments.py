@@ -46,7 +46,9 @@ class Source(NamedTuple):
 
 def accepts(inputs: Tensor, rows: int, features: int) -> bool:
     """Whether moments of such inputs are summed up here."""
-    is_small = 0 < inputs.numel() <= LARGEST and rows * features**2 <= MOST and max(inputs.shape[2:], default=0) < OFFSET
+    is_small = (
+        0 < inputs.numel() <= LARGEST and rows * features**2 <= MOST and max(inputs.shape[2:], default=0) < OFFSET
+    )
     return is_small and inputs.dtype in DTYPES and is_in_reach(inputs)
 
 

@@ -58,7 +58,7 @@ class Damping:
         return torch.where(trace > 0, value * trace / rank, 1)
 
     def level_of_mean(self, trace: Tensor, rows: Tensor, rank: Tensor) -> Tensor:
-        """λ for mean second moments, in their units: ``ρ · trace / rank`` if it is relative, 1 for zeros.
+        """λ for mean second moments, in their units: ``ρ · trace / rank`` if it is relative, ``1 / N`` for zeros.
 
         Args:
             trace: of the mean second moments.
@@ -67,7 +67,7 @@ class Damping:
         """
         if not self.relative or self.value == 0:
             return self.value / rows
-        return torch.where(trace > 0, self.value * trace / rank, 1)
+        return torch.where(trace > 0, self.value * trace / rank, 1 / rows)
 
     def is_large(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
         """Whether it is above all rounding of a second moment in this precision, whatever the inputs are."""

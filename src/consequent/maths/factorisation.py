@@ -80,7 +80,8 @@ def damped_inverse(matrix: Tensor, damping: Tensor, *, is_large: bool = False, w
     for place in (~is_sound).nonzero().flatten().tolist():
         eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
         one = slice(place, place + 1)
-        inverse[one] = _solve_by_eigenvalues(matrix[one], eye[None], damping[one])
+        scale = 0.0 if whole is None else whole[one].amax(-1, keepdim=True)
+        inverse[one] = _solve_by_eigenvalues(matrix[one], eye[None], damping[one], scale)
     return Solved(inverse, int(_failed(matrix, is_sound)))
 
 
@@ -157,11 +158,15 @@ def _factor(matrix: Tensor, damping: Tensor, is_large: bool, whole: Tensor | Non
     return factor, is_sound
 
 
-def _solve_by_eigenvalues(matrix: Tensor, right: Tensor, damping: Tensor) -> Tensor:
-    """The same in float64, without the eigenvalues that rounding explains; NaN where the matrix is not finite."""
+def _solve_by_eigenvalues(matrix: Tensor, right: Tensor, damping: Tensor, scale: Tensor | float = 0.0) -> Tensor:
+    """The same in float64, without the eigenvalues that rounding explains; NaN where the matrix is not finite.
+
+    Numbers have been rounded to those of the largest eigenvalue, or of the scale if that is larger.
+    """
     is_finite = matrix.isfinite().all(-1).all(-1)
     values, vectors = torch.linalg.eigh(torch.where(_wide(is_finite), matrix, 0).double())
-    rounding = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * values.amax(-1, keepdim=True)
+    largest = torch.maximum(values.amax(-1, keepdim=True), torch.as_tensor(scale, dtype=values.dtype))
+    rounding = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * largest
     inverse = torch.where(values > rounding, 1 / (values + damping[:, None].double()), 0)
     solution = vectors @ (inverse[..., None] * (vectors.mT @ right.double()))
     return torch.where(_wide(is_finite), solution.to(right.dtype), torch.nan)
