@@ -121,7 +121,6 @@ class OptimizerStep:
         bound = self._bound if len(moving) > 1 else None
         if self.averages.layers:
             self.averages.before_step(bound, rates.of)
-            self.give_own_inputs()
         alike: dict[torch.device, list[OwnInputs]] = {}
         for own in self._own_inputs:
             if id(own.module.weight) in rates.groups:
@@ -132,6 +131,8 @@ class OptimizerStep:
                 self._failed = self._failed.to(told.device) + told[:, FAILED].sum()
                 if bound is not None and _is_alone():
                     _shorten(layers, told, rates, bound)
+        if self.averages.layers:
+            self.give_own_inputs()
 
 
 class Rates:
