@@ -22,7 +22,7 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tu
     """
     key = (kernel, arguments[0].device, constants)
     known = _compiled.get(key)
-    if known is None:
+    if known is None or not _takes_constants():
         _compiled[key] = kernel[(programs,)](*arguments, *constants, **options)
     else:
         known[(programs, 1, 1)](*arguments, *constants)
@@ -32,6 +32,14 @@ def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -
     """Numbers of the host, there, without waiting for it."""
     table = torch.tensor(values, dtype=dtype)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+
+
+@cache
+def _takes_constants() -> bool:
+    """Whether what has been compiled is launched with all arguments, as since Triton 3.3."""
+    from triton import __version__
+
+    return tuple(int(part) for part in __version__.split(".")[:2]) >= (3, 3)
 
 
 @lru_cache(maxsize=256)
