@@ -12,7 +12,7 @@ from consequent.averages.average import AveragedLayer
 from consequent.averages.ranks import ranks
 from consequent.averages.step import Averages
 from consequent.gpu import shorten
-from consequent.gpu.launch import index_of
+from consequent.gpu.launch import index_of, on_device
 from consequent.maths.bound import rate_in_the_long_run, shortening
 from consequent.maths.precision import may_sync
 from consequent.minibatch.own_inputs import OwnInputs, told_of
@@ -223,4 +223,4 @@ def _squares(rates: Sequence[Any], device: torch.device) -> Any:
         return torch.stack([torch.as_tensor(rate, dtype=torch.float32, device=device) for rate in rates]) ** 2
     if all(rate == rates[0] for rate in rates):
         return rates[0] ** 2
-    return torch.tensor(rates).to(device, non_blocking=True) ** 2
+    return on_device(rates, torch.float32, device) ** 2

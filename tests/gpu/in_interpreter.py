@@ -235,12 +235,24 @@ def test_inverses(size):
     assert torch.equal(again[0], found[0])
 
 
-@pytest.mark.parametrize("count", [1, 8, 19])
-def test_a_table_filled_by_launches(count):
-    numbers = [3**place for place in range(count)]
-    numbers[-1] = 2**47 + 5  # an address
-    table = launch._filled(numbers, torch.device("cpu")).tolist()
-    assert table[:count] == numbers
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32])
+@pytest.mark.parametrize("shape", [(1,), (8,), (19,), (7, 3)])
+def test_a_table_filled_by_launches(shape, dtype):
+    table = (torch.arange(torch.Size(shape).numel()).view(shape) * 1.7 - 3).to(dtype)
+    table.view(-1)[-1] = 2**47 + 5 if dtype is torch.int64 else -(2**30)  # an address
+    filled = launch.by_launches(table, torch.device("cpu"))
+    assert filled.dtype == dtype
+    assert torch.equal(filled, table)
+
+
+def test_what_a_graph_reads_is_not_copied_from_the_host(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(launch, "by_launches", lambda table, device: seen.append(table) or table)
+    cuda = torch.device("cuda")
+    assert launch.Addresses()([5, 2**40], cuda).tolist() == [5, 2**40]
+    assert launch.on_device([0.5, 2.0], torch.float32, cuda).tolist() == [0.5, 2.0]
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

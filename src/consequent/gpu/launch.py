@@ -1,5 +1,6 @@
 """Launching kernels, and numbers that they read: at little cost for the host."""
 
+import sys
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
@@ -29,8 +30,14 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tu
 
 
 def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of the host, there, without waiting for it."""
+    """Numbers of the host, there, without waiting for it.
+
+    What a CUDA graph copies from the host it would copy again at each replay, from memory that is another's by then. So
+    while one is captured, numbers come as arguments of launches.
+    """
     table = torch.tensor(values, dtype=dtype)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return by_launches(table, device)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
 
@@ -57,7 +64,7 @@ class Addresses:
     def __call__(self, addresses: Sequence[int], device: torch.device) -> Tensor:
         """The addresses on the device."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return _filled(addresses, device)  # the graph has memory of its own, and copies nothing from the host
+            return on_device(addresses, torch.int64, device)  # a graph has memory of its own
         key = tuple(addresses)
         table = self._known.get(key)
         if table is None:
@@ -67,16 +74,19 @@ class Addresses:
         return table
 
 
-def _filled(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Numbers on the device, which come there as arguments of launches."""
+def by_launches(table: Tensor, device: torch.device) -> Tensor:
+    """A table of the host on the device, where it comes as arguments of launches, eight bytes each."""
     from consequent.gpu.table_kernels import AT_ONCE, fill
 
+    content = bytes(table.contiguous().view(torch.uint8).flatten().tolist()) if table.numel() else b""
+    padded = content + bytes(-len(content) % 8)
+    numbers = [int.from_bytes(padded[at : at + 8], sys.byteorder, signed=True) for at in range(0, len(padded), 8)]
     count = -(-len(numbers) // AT_ONCE) * AT_ONCE
-    table = torch.empty(count, dtype=torch.int64, device=device)
+    filled = torch.empty(count, dtype=torch.int64, device=device)
     for place in range(0, count, AT_ONCE):
         eight = [*numbers[place : place + AT_ONCE], *[0] * AT_ONCE][:AT_ONCE]
-        fill[(1,)](table, place, *eight)
-    return table
+        fill[(1,)](filled, place, *eight)
+    return filled.view(table.dtype)[: table.numel()].view(table.shape)
 
 
 @cache
